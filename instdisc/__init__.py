@@ -1,0 +1,3 @@
+"""instdisc: instance-discrimination backbones and what they are worth downstream."""
+
+__version__ = "0.1.0"

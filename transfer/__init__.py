@@ -1,0 +1,1 @@
+"""Readouts and transfer tasks: one command and one protocol each (the paper, section 4)."""
