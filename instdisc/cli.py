@@ -1,5 +1,262 @@
-"""Commands: dataclass -> flags, exit codes, provenance guard. Imports no torch."""
+"""Commands: dataclass -> flags, exit codes, provenance guard. Imports no torch.
+
+A command is a frozen dataclass whose fields are made by `option`, and a function of it. Values are
+found in this order, first wins: flags, `--config FILE`, the recipe (`recipe_defaults`), the field's
+own default, which is the paper's.
+"""
+
+import argparse
+import dataclasses
+import errno
+import importlib.util
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+PACKAGES = ("instdisc", "pretrain", "transfer", "slurm", "detection_configs")
+# Errors of the machine that the user can mend; anything else is a bug and keeps its traceback.
+MENDABLE = {
+    errno.ENOSPC: "the disk is full: free some space, then run the same command again",
+    errno.EDQUOT: "the disk quota is used up: free some space, then run the same command again",
+    errno.EFBIG: "the file would pass the size limit: raise it (ulimit -f)",
+    errno.EACCES: "permission denied: choose another folder or change its permissions",
+    errno.EPERM: "not permitted: choose another folder or change its permissions",
+    errno.EROFS: "the file system is read-only: choose another folder",
+}
+INSTALL = "run `make setup`, or see README.md, section Install"
+
+Config = TypeVar("Config")
 
 
 class UserError(ValueError):
     """Something the user can mend; the message says how, the command exits with code 2."""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str = "options",
+    aliases: Sequence[str] = (),
+    metavar: str | None = None,
+    volatile: bool = False,
+) -> Any:
+    """Declares a dataclass field that is also a flag.
+
+    Args:
+        default: the paper's value, where the paper gives one.
+        help: what it does and why the default is what it is.
+        group: heading under which `--help` shows it.
+        aliases: other spellings of the flag.
+        metavar: placeholder in the help text.
+        volatile: may change when a run is resumed, because no result depends on it.
+    """
+    metadata = {
+        "help": help,
+        "group": group,
+        "aliases": tuple(aliases),
+        "metavar": metavar,
+        "volatile": volatile,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Ends with exit code 2 and the pointer to the help text."""
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def _strip_optional(hint: Any) -> tuple[Any, bool]:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [a for a in typing.get_args(hint) if a is not type(None)]
+        assert len(members) == 1, f"one type or None, not {hint}"
+        return members[0], True
+    return hint, False
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return " ".join(str(v) for v in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
+    hint, _ = _strip_optional(hint)
+    meta = field.metadata
+    flags = [*meta["aliases"], "--" + field.name.replace("_", "-")]
+    flags.sort(key=lambda flag: flag.startswith("--"))  # -a before --arch
+    shown = f"{meta['help']} (default: {_describe(field.default)})".replace("%", "%%")
+    kwargs: dict[str, Any] = {"dest": field.name, "help": shown, "default": argparse.SUPPRESS}
+    if hint is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **kwargs)
+        return
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+        kwargs["nargs"] = "*"
+    if typing.get_origin(hint) is Literal:
+        kwargs["choices"] = typing.get_args(hint)
+        hint = str
+    else:
+        kwargs["metavar"] = meta["metavar"] or hint.__name__.upper()
+    group.add_argument(*flags, type=hint, **kwargs)
+
+
+def build_parser(
+    config_type: type, *, prog: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Builds the parser of a config dataclass; only flags that were given reach the namespace."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="replay the config.json of an earlier run; flags given beside it win",
+    )
+    hints = typing.get_type_hints(config_type)
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(config_type):
+        name = field.metadata["group"]
+        if name not in groups:
+            groups[name] = parser.add_argument_group(name)
+        _add_flag(groups[name], field, hints[field.name])
+    return parser
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """Turns a JSON value into the field's type, or says why it cannot."""
+    hint, optional = _strip_optional(hint)
+    if value is None and optional:
+        return None
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_convert(name, item, typing.get_args(hint)[0]) for item in value)
+    if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
+        return value
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and type(value) is hint:
+        return value
+    raise UserError(f"config: {name} = {value!r} is not of the type that --help gives")
+
+
+def from_dict(config_type: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks names and types of values read from JSON; returns them as constructor arguments."""
+    hints = typing.get_type_hints(config_type)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise UserError(f"config: unknown keys {', '.join(unknown)}: remove them")
+    return {name: _convert(name, value, hints[name]) for name, value in values.items()}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config as JSON values."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in dataclasses.asdict(config).items()
+    }
+
+
+def volatile_fields(config_type: type) -> set[str]:
+    """Names of the fields that may change when a run is resumed."""
+    return {f.name for f in dataclasses.fields(config_type) if f.metadata["volatile"]}
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Reads a config.json, or ends with a line that says what is wrong with it."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--config {path}: no such file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"--config {path}: not JSON ({error}): give a run's config.json") from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config {path}: not an object: give a run's config.json")
+    return values
+
+
+def parse(
+    config_type: type[Config],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    epilog: str = "",
+) -> Config:
+    """Flags -> config. `config_type.recipe_defaults(given)` may supply defaults for the rest."""
+    parser = build_parser(config_type, prog=prog, description=description, epilog=epilog)
+    given = vars(parser.parse_args(argv))
+    for name, value in given.items():
+        given[name] = tuple(value) if isinstance(value, list) else value
+    if "config" in given:
+        replayed = from_dict(config_type, read_config_file(given.pop("config")))
+        given = {**replayed, **given}
+    recipe = getattr(config_type, "recipe_defaults", None)
+    defaults = recipe(given) if recipe is not None else {}
+    return config_type(**{**defaults, **given})
+
+
+def check_provenance() -> None:
+    """Refuses to run a mixture of two copies of the project, which Python would do silently."""
+    homes: dict[Path, list[str]] = {}
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None:
+            homes.setdefault(Path(spec.origin).resolve().parent.parent, []).append(name)
+    if len(homes) > 1:
+        where = "; ".join(f"{', '.join(names)} in {home}" for home, names in homes.items())
+        raise UserError(f"packages of two copies are mixed ({where}): pip install -e . in one")
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    if script.parent.name in PACKAGES and script.parent.parent not in homes:
+        home = next(iter(homes))
+        raise UserError(f"{script} is not the installed copy ({home}): pip install -e . beside it")
+
+
+def run_command(
+    config_type: type[Config],
+    execute: Callable[[Config], int | None],
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    epilog: str = "",
+) -> int:
+    """Parses, runs, and turns what the user can mend into one line and exit code 2."""
+
+    def refuse(message: object) -> int:
+        line = re.sub(r"\s*\n\s*", " | ", str(message).strip())
+        sys.stderr.write(f"{prog}: error: {line}\n")
+        return 2
+
+    try:
+        check_provenance()
+        config = parse(config_type, argv, prog=prog, description=description, epilog=epilog)
+        return execute(config) or 0
+    except UserError as error:
+        return refuse(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in PACKAGES:
+            raise
+        return refuse(f"package {error.name} is not installed: {INSTALL}")
+    except OSError as error:
+        if error.errno not in MENDABLE:
+            raise
+        return refuse(f"{error.filename or 'writing'}: {MENDABLE[error.errno]}")
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{prog}: interrupted\n")
+        return 130
