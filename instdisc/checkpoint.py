@@ -43,6 +43,12 @@ def save_checkpoint(path: Path, schema: Schema, payload: Mapping[str, Any]) -> N
 def load_file(path: Path) -> Any:
     """Loads a torch file to the CPU without executing anything in it."""
     try:
+        if zipfile.is_zipfile(path):
+            # torch skips the archive's checksums, and a flipped bit would become a weight.
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None

@@ -28,6 +28,7 @@ MENDABLE = {
     errno.EPERM: "not permitted: choose another folder or change its permissions",
     errno.EROFS: "the file system is read-only: choose another folder",
 }
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 INSTALL = "run `make setup`, or see README.md, section Install"
 
 Config = TypeVar("Config")
@@ -35,6 +36,10 @@ Config = TypeVar("Config")
 
 class UserError(ValueError):
     """Something the user can mend; the message says how, the command exits with code 2."""
+
+
+class Interrupted(Exception):
+    """A signal ended the work, which is saved; the command exits with code 75: run it again."""
 
 
 def option(
@@ -257,6 +262,9 @@ def run_command(
         if error.errno not in MENDABLE:
             raise
         return refuse(f"{error.filename or 'writing'}: {MENDABLE[error.errno]}")
+    except Interrupted as stop:
+        sys.stderr.write(f"{prog}: {stop}\n")
+        return EXIT_INTERRUPTED
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
         return 130

@@ -1,0 +1,130 @@
+"""The objectives as pure functions of tensors (the paper, sections 3.1-3.3).
+
+f is the batch of features `(B, D)`, V the bank `(N, D)`, both with unit rows; losses come back per
+image, `(B,)`, in float32: exp(1/0.07) = 1.6e6 has no place in half precision.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK_ELEMENTS = 1 << 22  # logits held at a time while the bank streams through: 16 MB
+
+
+class _StreamedLogSumExp(torch.autograd.Function):
+    """log sum_j exp(v_j . f / tau) over the whole bank without ever holding B x N logits.
+
+    Cosines are at most 1, so exp((v_j . f - 1) / tau) cannot overflow and no running maximum is
+    needed. The gradient is the softmax-weighted mean row over tau; its unnormalised sum is formed
+    in the same pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, bank: Tensor, temperature: float) -> Tensor:
+        total = features.new_zeros(features.shape[0])
+        weighted = torch.zeros_like(features)
+        chunk = max(1, CHUNK_ELEMENTS // features.shape[0])
+        for first in range(0, bank.shape[0], chunk):
+            rows = bank[first : first + chunk].to(features.dtype)
+            weights = (features @ rows.T).sub_(1).div_(temperature).exp_()
+            total += weights.sum(dim=1)
+            weighted += weights @ rows
+        ctx.save_for_backward(weighted / (total[:, None] * temperature))
+        return total.log() + 1 / temperature
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        (direction,) = ctx.saved_tensors
+        return grad_outputs[0][:, None] * direction, None, None
+
+
+class _GatheredLogits(torch.autograd.Function):
+    """v_ij . f_i for m rows per image, gathered a few images at a time, `(B, m)`."""
+
+    @staticmethod
+    def _chunk(bank: Tensor, noise: Tensor) -> int:
+        return max(1, CHUNK_ELEMENTS // (noise.shape[1] * bank.shape[1]))
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, bank: Tensor, noise: Tensor) -> Tensor:
+        logits = features.new_empty(noise.shape)
+        chunk = _GatheredLogits._chunk(bank, noise)
+        for first in range(0, len(noise), chunk):
+            part = slice(first, first + chunk)
+            rows = bank[noise[part]].to(features.dtype)
+            torch.bmm(rows, features[part, :, None], out=logits[part, :, None])
+        ctx.save_for_backward(bank, noise)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        bank, noise = ctx.saved_tensors
+        (grad,) = grad_outputs
+        chunk = _GatheredLogits._chunk(bank, noise)
+        parts = [
+            torch.bmm(g[:, None], bank[n].to(g.dtype)).squeeze(1)
+            for g, n in zip(grad.split(chunk), noise.split(chunk), strict=True)
+        ]
+        return torch.cat(parts), None, None
+
+
+def log_normalizer(features: Tensor, bank: Tensor, temperature: float) -> Tensor:
+    """Exact log Z = log sum_j exp(v_j . f / tau), `(B,)`; differentiable in the features."""
+    return _StreamedLogSumExp.apply(features, bank, temperature)
+
+
+def positive_logits(features: Tensor, own_rows: Tensor, temperature: float) -> Tensor:
+    """v_i . f_i / tau, `(B,)`."""
+    return (features * own_rows).sum(dim=1) / temperature
+
+
+def noise_logits(features: Tensor, bank: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """v_j . f_i / tau for the noise, `(B, m)`.
+
+    Args:
+        features: `(B, D)`.
+        bank: `(N, D)`.
+        noise: `(B, m)` rows for each image, or `(1, m)` shared by the batch: one matrix product.
+        temperature: tau.
+    """
+    if len(noise) == 1:
+        return features @ bank[noise[0]].to(features.dtype).T / temperature
+    return _GatheredLogits.apply(features, bank, noise) / temperature
+
+
+def softmax_loss(features: Tensor, bank: Tensor, own_rows: Tensor, temperature: float) -> Tensor:
+    """Exact non-parametric softmax over all images (equation 2)."""
+    positive = positive_logits(features, own_rows, temperature)
+    return log_normalizer(features, bank, temperature) - positive
+
+
+def nce_loss(positive: Tensor, noise: Tensor, log_z: Tensor, num_images: int) -> Tensor:
+    """Noise-contrastive estimation (equation 7), in logits s = v.f/tau - log Z - log(m/n).
+
+    Args:
+        positive: `(B,)` logits of the true images.
+        noise: `(B, m)` logits of the noise.
+        log_z: log of the normalizer, a scalar or `(B, 1)` for an exact one per image.
+        num_images: n; the noise is uniform, so its density is 1/n.
+    """
+    shift = log_z + math.log(noise.shape[1] / num_images)
+    true = functional.softplus(shift.reshape(-1) - positive)
+    return true + functional.softplus(noise - shift).sum(dim=1)
+
+
+def sampled_softmax_loss(positive: Tensor, noise: Tensor) -> Tensor:
+    """Cross entropy of the true image among itself and m samples."""
+    return torch.cat([positive[:, None], noise], dim=1).logsumexp(dim=1) - positive
+
+
+def parametric_loss(features: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Softmax with a learned weight vector per image (equation 1)."""
+    return functional.cross_entropy(features @ weights.T, indices, reduction="none")
+
+
+def proximal_term(features: Tensor, own_rows: Tensor) -> Tensor:
+    """||f_i - v_i||^2 of each image and its own row of the bank (equation 10)."""
+    return (features - own_rows).square().sum(dim=1)

@@ -1,0 +1,295 @@
+"""The training loop, top to bottom: step, bank update, monitor, checkpoint, resume.
+
+All randomness is keyed by (seed, step), (seed, epoch) or (seed, epoch, image), see instdisc/seed.py:
+a checkpoint holds only weights, bank, optimiser and the number of steps done, and going
+on from it gives the run that would have been, bit for bit on a CPU.
+"""
+
+import contextlib
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from instdisc import dist
+from instdisc.backbones import Embedding, backbone_payload
+from instdisc.checkpoint import save_checkpoint
+from instdisc.cli import UserError, to_dict
+from instdisc.loading import BatchPlan, Samples, build_loader
+from instdisc.run_log import LOGGER, MetricsLog, StepBar
+from instdisc.runs import provenance
+from instdisc.schedules import step_decay
+from instdisc.seed import derive_seed
+from instdisc.signals import StopSignal
+from instdisc.transforms import pretrain_transform
+from pretrain.criterion import Criterion, initial_ratio
+from pretrain.memory_bank import MemoryBank
+from pretrain.session import Session
+
+
+class Trainer:
+    """One pretraining run: model, bank, optimiser, and the loop over steps."""
+
+    def __init__(self, session: Session) -> None:
+        config, process = session.config, session.process
+        self.session, self.config, self.process = session, config, process
+        n = len(session.train)
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        self.layout = layout
+        self.model = session.build_model().to(process.device).to(memory_format=layout)
+        self.bank = MemoryBank(
+            n, config.embedding_dim, momentum=config.bank_momentum, seed=config.seed
+        ).to(process.device)
+        self.criterion = Criterion(config, n).to(process.device)
+        self.optimizer = torch.optim.SGD(
+            [*self.model.parameters(), *self.criterion.parameters()],
+            lr=config.lr,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+        )
+        self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")
+        self.parallel_model = self._parallel(self.model)
+        self.parallel_criterion = self._parallel(self.criterion)
+        self.steps_per_epoch = n // config.batch_size
+        self.num_steps = self.steps_per_epoch * config.epochs
+        self.step = 0
+        self.epoch_loss = 0.0  # sum over the steps of this epoch so far
+        self.bad_images: set[str] = set()
+
+    def _parallel(self, module: nn.Module) -> nn.Module:
+        if self.process.world_size == 1 or not any(True for _ in module.parameters()):
+            return module
+        on_gpu = self.process.device.type == "cuda"
+        return DistributedDataParallel(module, device_ids=[self.process.device] if on_gpu else None)
+
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs."""
+        return {
+            "config": to_dict(self.config),
+            "data_fingerprint": self.session.train.fingerprint,
+            "step": self.step,
+            "epoch_loss": self.epoch_loss,
+            "model": self.model.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "bank": self.bank.vectors,
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over the state of a checkpoint, which Session has found to fit this run."""
+        self.step = state["step"]
+        self.epoch_loss = state["epoch_loss"]
+        self.model.load_state_dict(state["model"])
+        self.criterion.load_state_dict(state["criterion"])
+        self.bank.vectors.copy_(state["bank"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def _mean_over_processes(self, value: Tensor) -> Tensor:
+        return dist.all_reduce_sum(value) / self.process.world_size
+
+    def _keep_valid(self, indices: Tensor, errors: list[str]) -> Tensor:
+        """1 for each image that could be read, 0 for the others, `(B,)`; stops unless skipping."""
+        for error in filter(None, errors):
+            if not self.config.skip_bad_images:
+                raise UserError(f"{error}: remove or replace it, or pass --skip-bad-images")
+            if error not in self.bad_images:
+                self.bad_images.add(error)
+                self.session.record_bad_image(error)
+        valid = torch.tensor([float(not error) for error in errors])
+        return valid.to(self.process.device, non_blocking=True)
+
+    def train_step(self, batches: Any) -> Tensor:
+        """One optimiser step and the bank update after it; the mean loss of the local images."""
+        config, device = self.config, self.process.device
+        share = config.batch_size // self.process.world_size
+        micro = share // config.accumulate
+        for group in self.optimizer.param_groups:
+            epoch = self.step // self.steps_per_epoch
+            group["lr"] = step_decay(config.lr, epoch, config.lr_milestones)
+        # Dropout draws from torch's global generator: key it by the step, like everything else.
+        torch.manual_seed(derive_seed(config.seed, "step", self.step, self.process.rank))
+        self.optimizer.zero_grad(set_to_none=True)
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        total = torch.zeros((), device=device)
+        for part in range(config.accumulate):
+            pixels, indices, errors = next(batches)
+            valid = self._keep_valid(indices, errors)
+            pixels = pixels.to(device, non_blocking=True, memory_format=self.layout)
+            indices = indices.to(device, non_blocking=True)
+            first = self.process.rank * share + part * micro
+            with self._sync_gradients(last=part == config.accumulate - 1):
+                with torch.autocast(device.type, self._amp_dtype(), enabled=config.amp != "off"):
+                    features = self.parallel_model(pixels)
+                losses = self.parallel_criterion(
+                    features,
+                    indices,
+                    self.bank,
+                    step=self.step,
+                    rows=range(first, first + micro),
+                    mean_over_processes=self._mean_over_processes,
+                )
+                loss = (losses * valid).sum() / share
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+            seen.append((indices, features.detach(), valid))
+        self._refuse_nan(total, seen)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._update_bank(*(torch.cat(column) for column in zip(*seen, strict=True)))
+        self.step += 1
+        return total
+
+    def _update_bank(self, indices: Tensor, features: Tensor, valid: Tensor) -> None:
+        """Every process applies the updates of all processes, in the same order."""
+        indices, features, valid = (dist.all_gather_rows(t) for t in (indices, features, valid))
+        kept = valid.bool()
+        self.bank.update(indices[kept], features[kept])
+
+    def _amp_dtype(self) -> torch.dtype:
+        return torch.float16 if self.config.amp == "fp16" else torch.bfloat16
+
+    @contextlib.contextmanager
+    def _sync_gradients(self, *, last: bool) -> Any:
+        """Gradients are averaged over processes once a step, with the last micro-batch."""
+        with contextlib.ExitStack() as stack:
+            for module in (self.parallel_model, self.parallel_criterion):
+                if isinstance(module, DistributedDataParallel) and not last:
+                    stack.enter_context(module.no_sync())
+            yield
+
+    def _refuse_nan(self, loss: Tensor, seen: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        if math.isfinite(loss.item()):
+            return
+        names = [self.session.train.name(int(i)) for batch in seen for i in batch[0][:3]]
+        raise UserError(
+            f"the loss is {loss.item()} at step {self.step} (images {', '.join(names[:3])}, ...): "
+            f"lower --lr and resume from {self.session.last_checkpoint}"
+        )
+
+    def train(self) -> None:
+        """Runs to the last epoch, or to the first signal."""
+        config, session = self.config, self.session
+        metrics = MetricsLog(
+            session.output, step=self.step, tensorboard=config.tensorboard, enabled=session.is_main
+        )
+        plan = BatchPlan(
+            num_images=len(session.train),
+            batch_size=config.batch_size,
+            seed=config.seed,
+            num_steps=self.num_steps,
+            start=self.step,
+            rank=self.process.rank,
+            world_size=self.process.world_size,
+            accumulate=config.accumulate,
+        )
+        transform = pretrain_transform(
+            session.spec, min_scale=config.min_crop_scale, flip=config.flip
+        )
+        samples = Samples(session.train, transform, session.spec, config.seed)
+        loader = build_loader(
+            samples, plan, config.workers, pin_memory=self.process.device.type == "cuda"
+        )
+        batches = iter(loader)
+        bar = StepBar(self.num_steps, self.step, config.batch_size, enabled=session.is_main)
+        saved = time.monotonic()
+        self.parallel_model.train()
+        with contextlib.closing(metrics), contextlib.closing(bar), StopSignal() as stop:
+            while self.step < self.num_steps:
+                local = self.train_step(batches)
+                loss, stopping = self._share(local, stop.raised)
+                self.epoch_loss += loss
+                bar.advance(loss, self.step / self.steps_per_epoch)
+                self._log_step(metrics, loss, bar.images_per_second)
+                ended = self.step % self.steps_per_epoch == 0
+                if ended:
+                    self._end_epoch(metrics)
+                if ended or stopping or time.monotonic() - saved >= 60 * config.save_minutes:
+                    self.save()
+                    saved = time.monotonic()
+                if stopping:
+                    raise stop.interrupt(self.step, session.last_checkpoint)
+
+    def _share(self, loss: Tensor, stopping: bool) -> tuple[float, bool]:
+        """The mean loss over processes, and whether any of them was told to stop."""
+        both = torch.stack([loss, torch.full_like(loss, float(stopping))])
+        both = dist.all_reduce_sum(both)
+        return both[0].item() / self.process.world_size, bool(both[1].item() > 0)
+
+    def _log_step(self, metrics: MetricsLog, loss: float, rate: float) -> None:
+        if self.step == 1 and self.config.objective == "nce":
+            self._check_normalizer()
+        if self.step % self.config.log_every and self.step != 1:
+            return
+        values: dict[str, float] = {
+            "epoch": self.step / self.steps_per_epoch,
+            "loss": loss,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "images_per_second": rate,
+        }
+        if self.config.objective == "nce":
+            values["normalizer_over_n"] = self._normalizer_ratio()
+        metrics.write(self.step, **values)
+
+    def _normalizer_ratio(self) -> float:
+        return float(self.criterion.normalizer.value) / len(self.session.train)
+
+    def _check_normalizer(self) -> None:
+        """Says Z/n beside its analytic value, and warns when they are far apart."""
+        found = self._normalizer_ratio()
+        expected = initial_ratio(self.config.embedding_dim, self.config.temperature)
+        LOGGER.info(f"Z/n is {found:.3f} after the first batch, {expected:.3f} in theory")
+        if not expected / 2 < found < expected * 2:
+            LOGGER.warning(f"Z/n is off by more than 2x: expected about {expected:.3f}")
+
+    def _end_epoch(self, metrics: MetricsLog) -> None:
+        epoch = self.step // self.steps_per_epoch
+        config = self.config
+        self._compare_banks()
+        values = {"epoch": float(epoch), "epoch_loss": self.epoch_loss / self.steps_per_epoch}
+        self.epoch_loss = 0.0
+        monitor = self.session.monitor
+        due = config.monitor_every and epoch % config.monitor_every == 0
+        if monitor is not None and (due or epoch == config.epochs):
+            values.update(monitor.measure(self.model, self.bank.vectors))
+        metrics.write(self.step, **values)
+        knn = "".join(
+            f"  {name} {values[key]:.2f}%"
+            for name, key in (("kNN bank", "knn_bank"), ("recomputed", "knn_recomputed"))
+            if key in values
+        )
+        LOGGER.info(f"epoch {epoch}/{config.epochs}  loss {values['epoch_loss']:.4f}{knn}")
+
+    def _compare_banks(self) -> None:
+        """Proves that every process holds the same bank."""
+        checksum = torch.tensor([self.bank.checksum()], device=self.process.device)
+        sums = dist.all_gather_rows(checksum)
+        assert bool((sums == sums[0]).all()), f"the banks differ between processes: {sums.tolist()}"
+
+    def save(self) -> None:
+        """Writes last.pt, then backbone.pt, by the first process."""
+        if self.session.is_main:
+            save_checkpoint(self.session.last_checkpoint, "train", self.state())
+            save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
+        dist.barrier()
+
+
+def save_backbone(session: Session, model: Embedding, epoch: float) -> None:
+    """Writes the interface to everything downstream."""
+    pretraining = {
+        "config": to_dict(session.config),
+        "dataset": session.train.dataset,
+        "data_fingerprint": session.train.fingerprint,
+        "epoch": epoch,
+        "provenance": provenance(),
+    }
+    payload = {
+        **backbone_payload(model),
+        "input": session.spec.to_dict(),
+        "pretraining": pretraining,
+    }
+    save_checkpoint(session.output / "backbone.pt", "backbone", payload)

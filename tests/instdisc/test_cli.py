@@ -1,0 +1,140 @@
+"""Flags from dataclasses: order of sources, types, one-line errors, the provenance guard."""
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from instdisc import cli
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    size: Literal["small", "large"] = cli.option("small", "how big", aliases=["-s"])
+    rate: float = cli.option(0.5, "how fast; 100% is 1.0")
+    steps: tuple[int, ...] = cli.option((1, 2), "when")
+    where: Path | None = cli.option(None, "folder", volatile=True)
+    loud: bool = cli.option(False, "say more")
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise cli.UserError("--rate must not be negative")
+
+    @classmethod
+    def recipe_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"rate": 0.25} if given.get("size") == "large" else {}
+
+
+def parse(*argv: str) -> Example:
+    return cli.parse(Example, argv, prog="example", description="")
+
+
+def test_flags_win_over_config_file_over_recipe_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"size": "large", "steps": [5]}))
+    assert parse() == Example()
+    assert parse("-s", "large").rate == 0.25
+    assert parse("--config", str(file)) == Example(size="large", rate=0.25, steps=(5,))
+    assert parse("--config", str(file), "--rate", "1", "--steps", "7", "8") == Example(
+        size="large", rate=1.0, steps=(7, 8)
+    )
+
+
+def test_a_config_written_is_a_config_read(tmp_path: Path) -> None:
+    config = Example(size="large", where=Path("a b"), loud=True, steps=())
+    (tmp_path / "config.json").write_text(json.dumps(cli.to_dict(config)))
+    assert parse("--config", str(tmp_path / "config.json")) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not an object"),
+        ('{"sise": "small"}', "unknown keys sise"),
+        ('{"rate": "fast"}', "rate = 'fast'"),
+        ('{"loud": 1}', "loud = 1"),
+        ('{"size": "huge"}', "size = 'huge'"),
+        ('{"steps": [1, "x"]}', "steps = 'x'"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_bad_config_files_end_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, expected: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(content)
+    code = cli.run_command(
+        Example, lambda _: 0, ["--config", str(file)], prog="example", description=""
+    )
+    error = capsys.readouterr().err
+    assert code == 2
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [["--size", "huge"], ["--unknown"], ["--rate", "x"], ["--si", "x"]])
+def test_bad_flags_end_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(*argv)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "text"),
+    [
+        (cli.UserError("do\nthis"), 2, "do | this"),
+        (OSError(errno.ENOSPC, "No space", "f"), 2, "the disk is full"),
+        (ModuleNotFoundError("x", name="detectron2.utils"), 2, "make setup"),
+        (cli.Interrupted("saved"), 75, "saved"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(
+    raised: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(config: Example) -> int:
+        raise raised
+
+    assert cli.run_command(Example, execute, [], prog="example", description="") == code
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_bugs_keep_their_traceback() -> None:
+    def execute(config: Example) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(OSError, match="broken"):
+        cli.run_command(Example, execute, [], prog="example", description="")
+
+
+def test_help_shows_default_reason_and_percent_signs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    assert "100% is 1.0 (default: 0.5)" in " ".join(text.split())
+    assert "--no-loud" in text
+    assert "-s {small,large}" in text
+
+
+def test_a_second_copy_of_the_project_is_refused(tmp_path: Path, repo: Path) -> None:
+    """An old wheel and a newer checkout would otherwise mix in silence."""
+    copy = tmp_path / "pretrain"
+    copy.mkdir()
+    (copy / "run.py").write_text((repo / "pretrain" / "run.py").read_text())
+    done = subprocess.run(
+        [sys.executable, str(copy / "run.py"), "--arch", "resnet18"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert "is not the installed copy" in done.stderr

@@ -1,0 +1,40 @@
+"""Files appear whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+from instdisc import runs
+from instdisc.cli import UserError
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    runs.write_text(path, "old")
+    with pytest.raises(RuntimeError, match="half"), runs.atomic_file(path) as file:
+        file.write(b"new")
+        raise RuntimeError("half")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_jsonl_forgives_only_a_last_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert runs.read_jsonl(path) == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert runs.read_jsonl(path) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(UserError, match="line 2"):
+        runs.read_jsonl(path)
+
+
+def test_the_newest_backbone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTDISC_RUNS", str(tmp_path))
+    with pytest.raises(UserError, match=r"run `python pretrain/run.py"):
+        runs.newest_backbone()
+    for age, name in ((50, "new"), (100, "old")):
+        file = tmp_path / "pretrain" / name / "backbone.pt"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (1e9 - age, 1e9 - age))
+    assert runs.newest_backbone().parent.name == "new"
