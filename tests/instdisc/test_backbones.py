@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+
 from instdisc.backbones import (
     ARCHS,
     STAGES,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from instdisc.checkpoint import load_checkpoint, save_checkpoint, weights_hash
 from instdisc.cli import UserError
 
@@ -68,7 +69,7 @@ def test_a_full_disk_is_an_os_error_and_the_old_checkpoint_survives(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["last.pt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
 def test_the_hash_depends_on_names_shapes_and_values_only() -> None:

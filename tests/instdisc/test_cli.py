@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+
 from instdisc import cli
 
 
@@ -78,10 +79,10 @@ def test_bad_config_files_end_in_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--size", "huge"], ["--unknown"], ["--rate", "x"], ["--si", "x"]])
-def test_bad_flags_end_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argv", ["--size huge", "--unknown", "--rate x", "--si x"])
+def test_bad_flags_end_in_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        parse(*argv)
+        parse(*argv.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+
 from instdisc.cli import UserError
 from instdisc.data import find_bad_images, has_split, load_images, random_subset, read_folder
 from instdisc.locations import DataLocation
-from PIL import Image
 
 
 def write_image(path: Path, value: int = 0) -> None:
@@ -26,7 +27,9 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_images_are_sorted_by_bytes_whatever_the_file_system_says(tree: Path, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
+def test_images_are_sorted_by_bytes_whatever_the_file_system_says(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     images = read_folder(tree / "train", "t", "train")
     assert images.names.tolist() == [b"a/x/1.jpg", b"a/z.PNG", b"b/10.png", b"b/2.png", b"c/k.bmp"]
     assert images.labels.tolist() == [0, 0, 1, 1, 2]

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from instdisc.data import ImageSet
 from instdisc.loading import BatchPlan, Samples, build_loader, sequential_plan
 from instdisc.transforms import InputSpec, pretrain_transform
@@ -44,9 +45,7 @@ def test_processes_and_micro_batches_cut_the_same_global_batches() -> None:
 
 def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     samples = Samples(images(22), pretrain_transform(SPEC), SPEC, seed=3)
-    alone, two = (
-        list(build_loader(samples, plan(num_steps=6), workers)) for workers in (0, 2)
-    )
+    alone, two = (list(build_loader(samples, plan(num_steps=6), workers)) for workers in (0, 2))
     torch.manual_seed(99)  # the global generator has no say
     resumed = list(build_loader(samples, plan(num_steps=6, start=2), 0))
     for (a, i, _), (b, j, _) in zip(alone, two, strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from instdisc import official
 from instdisc.cli import UserError
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from instdisc import runs
 from instdisc.cli import UserError
 
@@ -11,11 +12,16 @@ from instdisc.cli import UserError
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     runs.write_text(path, "old")
-    with pytest.raises(RuntimeError, match="half"), runs.atomic_file(path) as file:
-        file.write(b"new")
-        raise RuntimeError("half")
+
+    def fail_half_way() -> None:
+        with runs.atomic_file(path) as file:
+            file.write(b"new")
+            raise RuntimeError("half")
+
+    with pytest.raises(RuntimeError, match="half"):
+        fail_half_way()
     assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["a.txt"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_jsonl_forgives_only_a_last_line_cut_short(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
-from instdisc.transforms import InputSpec, eval_transform, finetune_transform, pretrain_transform
 from PIL import Image
+
+from instdisc.transforms import InputSpec, eval_transform, finetune_transform, pretrain_transform
 
 PHOTO = Image.fromarray(np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from pretrain.memory_bank import MemoryBank
 
 

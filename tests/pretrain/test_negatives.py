@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from pretrain.negatives import draw_noise
 from scipy import stats
+
+from pretrain.negatives import draw_noise
 
 
 @pytest.mark.parametrize("n", [2, 7, 1000, 1_281_167])

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
 from pretrain import objectives
 from pretrain.negatives import draw_noise
-from torch import Tensor
 
 
 def unit_rows(n: int, dim: int, seed: int) -> Tensor:
@@ -23,9 +24,7 @@ def softmax_by_loops(f: Tensor, bank: Tensor, i: int, tau: float) -> float:
     return -math.log(terms[i] / sum(terms))
 
 
-def nce_by_loops(
-    f: Tensor, bank: Tensor, i: int, noise: list[int], tau: float, z: float
-) -> float:
+def nce_by_loops(f: Tensor, bank: Tensor, i: int, noise: list[int], tau: float, z: float) -> float:
     """Equations 5-7 as they stand: probabilities, not logits."""
     n, m = len(bank), len(noise)
 
@@ -118,8 +117,9 @@ def test_sampled_softmax_equals_the_definition() -> None:
     )
     losses.sum().backward()
     for b, i in enumerate(OWN.tolist()):
+        rows = [i, *noise[b].tolist()]
 
-        def oracle(f: Tensor, rows: list[int] = [i, *noise[b].tolist()]) -> float:  # noqa: B006 # bound now
+        def oracle(f: Tensor, rows: list[int] = rows) -> float:
             terms = [math.exp(dot(BANK[j].double(), f) / TAU) for j in rows]
             return -math.log(terms[0] / sum(terms))
 
@@ -178,9 +178,7 @@ def test_first_losses_match_their_analytic_values(temperature: float, ratio: flo
     positive = objectives.positive_logits(features, bank[own], temperature)
     nce = objectives.nce_loss(positive, negative, torch.tensor(math.log(n * found)), n).mean()
     # (m + 1) softplus terms near their values for uniform data.
-    assert nce.item() == pytest.approx(
-        math.log(m) + 1 / (2 * d * temperature**2) + 1, rel=0.05
-    )
+    assert nce.item() == pytest.approx(math.log(m) + 1 / (2 * d * temperature**2) + 1, rel=0.05)
     softmax = objectives.softmax_loss(features, bank, bank[own], temperature).mean()
     expected = math.log(n) + 1 / (2 * d * temperature**2)
     assert softmax.item() == pytest.approx(expected, rel=0.05)

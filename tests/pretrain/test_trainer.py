@@ -1,0 +1,242 @@
+"""Training end to end on tiny images: exact resume, accumulation, monitor, the run folder."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from instdisc.backbones import load_backbone
+from instdisc.checkpoint import load_checkpoint
+from instdisc.cli import Interrupted, UserError
+from instdisc.runs import read_jsonl
+from pretrain.config import PretrainConfig
+from pretrain.pipeline import pretrain
+from pretrain.trainer import Trainer
+
+FORK = multiprocessing.get_context("fork")
+
+
+def config(data: Path, output: Path, **changes: Any) -> PretrainConfig:
+    """Nine steps: 24 images, batches of 8, 3 epochs."""
+    values = {
+        "arch": "resnet18",
+        "data": str(data),
+        "output": output,
+        "image_size": 16,
+        "batch_size": 8,
+        "epochs": 3,
+        "lr_milestones": (2,),
+        "num_negatives": 5,
+        "proximal_weight": 0.5,
+        "bank_momentum": 0.5,
+        "num_neighbors": 4,
+        "workers": 0,
+        "log_every": 1,
+        "monitor_every": 0,
+        "tensorboard": False,
+        "device": "cpu",
+        **changes,
+    }
+    return PretrainConfig(**values)
+
+
+def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of a nested checkpoint."""
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    if isinstance(state, dict | list | tuple):
+        return {k: v for name, x in items for k, v in tensors(x, f"{path}/{name}").items()}
+    return {}
+
+
+def assert_same_run(one: Path, two: Path) -> None:
+    a, b = (load_checkpoint(run / "last.pt", "train") for run in (one, two))
+    assert a["step"] == b["step"]
+    left, right = (
+        tensors({k: s[k] for k in ("model", "bank", "optimizer", "criterion")}) for s in (a, b)
+    )
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+    losses = [
+        [(r["step"], r.get("loss")) for r in read_jsonl(run / "metrics.jsonl")]
+        for run in (one, two)
+    ]
+    assert losses[0] == losses[1]
+
+
+def killed_at(step: int, run: PretrainConfig) -> None:
+    """In a child: SIGKILL itself after `step` optimiser steps, before anything more is written."""
+    inner = Trainer.train_step
+
+    def outer(self: Trainer, batches: Any) -> torch.Tensor:
+        loss = inner(self, batches)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    Trainer.train_step = outer  # type: ignore[method-assign]
+    pretrain(run)
+
+
+@pytest.fixture(scope="module")
+def whole_run(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    pretrain(config(image_tree, output))
+    return output
+
+
+@pytest.mark.parametrize(
+    ("step", "save_minutes", "resumes_at"),
+    [(2, 0.0, 1), (5, 10.0, 3), (8, 0.0, 7)],
+    ids=["in the first epoch", "back to the epoch's start", "in the last epoch"],
+)
+def test_a_killed_run_resumed_is_the_uninterrupted_run_bit_for_bit(
+    image_tree: Path,
+    tmp_path: Path,
+    whole_run: Path,
+    step: int,
+    save_minutes: float,
+    resumes_at: int,
+) -> None:
+    run = config(image_tree, tmp_path / "run", save_minutes=save_minutes)
+    child = FORK.Process(target=killed_at, args=(step, run))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert load_checkpoint(tmp_path / "run" / "last.pt", "train")["step"] == resumes_at
+    pretrain(run)
+    assert_same_run(whole_run, tmp_path / "run")
+
+
+def test_workers_do_not_change_a_run(image_tree: Path, tmp_path: Path, whole_run: Path) -> None:
+    pretrain(config(image_tree, tmp_path / "run", workers=2))
+    assert_same_run(whole_run, tmp_path / "run")
+
+
+def test_sigterm_saves_in_mid_epoch_and_the_same_command_goes_on(
+    image_tree: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = Trainer.train_step
+
+    def outer(self: Trainer, batches: Any) -> torch.Tensor:
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return inner(self, batches)
+
+    run = config(image_tree, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train_step", outer)
+        with pytest.raises(Interrupted, match="stopped after step 5"):
+            pretrain(run)
+    pretrain(run)
+    assert_same_run(whole_run, tmp_path / "run")
+
+
+def test_a_finished_run_is_left_alone_and_can_be_made_longer(
+    image_tree: Path, tmp_path: Path, whole_run: Path
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole_run, output)
+    before = (output / "last.pt").stat().st_mtime_ns
+    pretrain(config(image_tree, output))
+    assert (output / "last.pt").stat().st_mtime_ns == before
+    pretrain(config(image_tree, output, epochs=4))
+    assert load_checkpoint(output / "last.pt", "train")["step"] == 12
+
+
+def test_another_run_in_the_folder_is_refused_and_kept(
+    image_tree: Path, tmp_path: Path, whole_run: Path
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole_run, output)
+    before = (output / "last.pt").read_bytes()
+    with pytest.raises(UserError, match=r"temperature was 0.07, is 0.1.*--overwrite"):
+        pretrain(config(image_tree, output, temperature=0.1))
+    with pytest.raises(UserError, match=r"holds a run"):
+        pretrain(config(image_tree, output, resume="never"))
+    other = tmp_path / "images"
+    shutil.copytree(image_tree, other)
+    (other / "train" / "class0" / "0.png").rename(other / "train" / "class0" / "99.png")
+    with pytest.raises(UserError, match="another list of images"):
+        pretrain(config(other, output))
+    assert (output / "last.pt").read_bytes() == before
+    pretrain(config(image_tree, output, temperature=0.1, overwrite=True, epochs=1))
+    assert load_checkpoint(output / "last.pt", "train")["config"]["temperature"] == 0.1
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(
+    image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With batch norm frozen, four micro-batches of two are one batch of eight."""
+    import torch.nn as nn
+
+    monkeypatch.setattr(
+        nn.BatchNorm2d, "train", lambda self, mode=True: nn.Module.train(self, False)
+    )
+    for name, accumulate in (("one", 1), ("four", 4)):
+        pretrain(config(image_tree, tmp_path / name, accumulate=accumulate, epochs=1))
+    rows = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "four")]
+    for a, b in zip(*rows, strict=True):
+        assert a.get("loss", 0.0) == pytest.approx(b.get("loss", 0.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["parametric", "softmax", "sampled-softmax"])
+def test_every_objective_trains_and_the_monitor_reports(
+    image_tree: Path, tmp_path: Path, objective: str
+) -> None:
+    run = config(
+        image_tree, tmp_path / "run", objective=objective, epochs=1, monitor_every=1, amp="off"
+    )
+    pretrain(run)
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert 0 <= rows[-1]["knn_bank"] <= 100
+    assert 0 <= rows[-1]["knn_recomputed"] <= 100
+    assert all(torch.isfinite(torch.tensor(r["loss"])) for r in rows if "loss" in r)
+
+
+def test_a_run_folder_holds_what_it_should(whole_run: Path, image_tree: Path) -> None:
+    names = {"config.json", "log.txt", "metrics.jsonl", "last.pt", "backbone.pt"}
+    assert names <= {p.name for p in whole_run.iterdir()}
+    assert json.loads((whole_run / "config.json").read_text())["seed"] == 0
+    state = load_checkpoint(whole_run / "last.pt", "train")
+    torch.testing.assert_close(state["bank"].norm(dim=1), torch.ones(24))
+    backbone = load_backbone(whole_run)
+    assert torch.equal(
+        backbone.trunk.state_dict()["conv1.weight"],
+        state["model"]["backbone.trunk.conv1.weight"].contiguous(),
+    )
+
+
+def test_an_unreadable_image_is_skipped_on_request_and_its_row_stays(
+    image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "images"
+    shutil.copytree(image_tree, data)
+    bad = data / "train" / "class1" / "3.png"
+    bad.write_bytes(bad.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"3.png.*--skip-bad-images"):
+        pretrain(config(data, tmp_path / "run", epochs=1))
+    # Past the scan, training itself must notice.
+    monkeypatch.setattr("pretrain.session.find_bad_images", lambda images: [])
+    with pytest.raises(UserError, match=r"3.png is not a readable image"):
+        pretrain(config(data, tmp_path / "run", epochs=1))
+    pretrain(config(data, tmp_path / "run2", epochs=1, skip_bad_images=True))
+    assert "3.png" in (tmp_path / "run2" / "bad_images.txt").read_text()
+    from pretrain.memory_bank import MemoryBank
+
+    bank = load_checkpoint(tmp_path / "run2" / "last.pt", "train")["bank"]
+    unchanged = (bank == MemoryBank(24, 128, momentum=0.5, seed=0).vectors).all(dim=1)
+    assert unchanged.nonzero().flatten().tolist() == [11]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(image_tree: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step .*lower --lr"):
+        pretrain(config(image_tree, tmp_path / "run", lr=1e30, epochs=3))

@@ -1,0 +1,57 @@
+"""A default that the paper states, or that its authors' code uses, has a line here."""
+
+import math
+
+import pytest
+
+from pretrain.config import RECIPES, PretrainConfig
+
+PAPER = {
+    "temperature": 0.07,  # section 4.1: "tau = 0.07"
+    "num_negatives": 4096,  # section 4.1
+    "embedding_dim": 128,  # section 4.1
+    "epochs": 200,  # section 4.1
+    "batch_size": 256,  # section 4.1
+    "lr": 0.03,  # section 4.1
+    "lr_milestones": (120, 160),  # section 4.1: x0.1 every 40 epochs after the first 120
+    "momentum": 0.9,  # section 4.1
+    "objective": "nce",  # section 3.2
+    "bank_momentum": 0.0,  # section 3.1: a row is replaced
+    "num_neighbors": 200,  # section 3.4
+    "train_fraction": 1.0,
+    "weight_decay": 1e-4,  # authors' code
+    "image_size": 224,  # authors' code, and the four below
+    "min_crop_scale": 0.2,
+    "flip": True,
+    "stem": "imagenet",
+    "negatives": "per-image",
+}
+AUTHORS_CIFAR = {
+    "stem": "small",
+    "batch_size": 128,
+    "temperature": 0.1,
+    "weight_decay": 5e-4,
+    "image_size": 32,
+    "flip": False,
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_default_is_the_papers(name: str) -> None:
+    assert getattr(PretrainConfig(), name) == PAPER[name]
+
+
+def test_cifar_recipe_is_the_authors() -> None:
+    for name, value in AUTHORS_CIFAR.items():
+        assert RECIPES["cifar"][name] == value, name
+
+
+def test_the_learning_rate_falls_where_the_paper_says() -> None:
+    from instdisc.schedules import step_decay
+
+    config = PretrainConfig()
+    rates = {
+        e: step_decay(config.lr, e, config.lr_milestones) for e in (0, 119, 120, 159, 160, 199)
+    }
+    for epoch, rate in {0: 0.03, 119: 0.03, 120: 0.003, 159: 0.003, 160: 3e-4, 199: 3e-4}.items():
+        assert math.isclose(rates[epoch], rate), epoch
