@@ -1,0 +1,265 @@
+"""Files of proposals: what Detectron2 reads, and those of other tools (the paper, section 4.4).
+
+The file is what Detectron2's `load_proposals_into_dataset` reads: a pickled dict of `ids` (strings
+such as "000005"), `boxes` (float32 (K, 4), continuous coordinates as in `voc`),
+`objectness_logits` and `bbox_mode`. Detectron2 sorts by the scores, which turns ties around, and
+then cuts at TOPK, so every file written here has strictly falling scores. Pickles are read without
+running anything: numbers, strings, lists, dicts and arrays come out, all else is refused.
+"""
+
+import os
+import pickle
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import scipy.io
+from numpy.typing import ArrayLike, NDArray
+from scipy.io.matlab import MatReadError
+
+from instdisc.cli import UserError
+from transfer.detection.voc import XYXY_ABS
+
+XYWH_ABS = 1  # detectron2.structures.BoxMode.XYWH_ABS
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """Boxes (K, 4) and strictly falling scores (K,) of each image."""
+
+    ids: list[str]
+    boxes: list[Array]
+    scores: list[Array]
+
+    @classmethod
+    def build(
+        cls, ids: Sequence[str], boxes: Sequence[ArrayLike], scores: Sequence[ArrayLike] | None
+    ) -> "Proposals":
+        """From boxes in any order; without scores, or if all are equal, the first is the best."""
+        counts = {len(ids), len(boxes), len(ids if scores is None else scores)}
+        if len(counts) > 1 or len(set(ids)) < len(ids):
+            raise UserError("proposals need one array of boxes, and of scores, for each unique id")
+        pairs = [
+            _falling(image_id, np.asarray(own, np.float32), None if scores is None else scores[i])
+            for i, (image_id, own) in enumerate(zip(ids, boxes, strict=True))
+        ]
+        return cls(list(ids), [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+    def select(self, ids: Sequence[str]) -> "Proposals":
+        """Those of some images, in their order."""
+        row = {image_id: i for i, image_id in enumerate(self.ids)}
+        missing = [i for i in ids if i not in row]
+        if missing:
+            raise UserError(
+                f"{len(missing)} of {len(ids)} images have no proposals, the first: {missing[0]}: "
+                "were they made for another split or data set?"
+            )
+        rows = [row[i] for i in ids]
+        return Proposals(list(ids), [self.boxes[i] for i in rows], [self.scores[i] for i in rows])
+
+
+def _falling(image_id: str, boxes: Array, scores: ArrayLike | None) -> tuple[Array, Array]:
+    boxes = boxes.reshape(0, 4) if not boxes.size else boxes
+    values = np.zeros(len(boxes)) if scores is None else np.asarray(scores, np.float32).reshape(-1)
+    if boxes.ndim != 2 or boxes.shape[1] != 4 or len(values) != len(boxes):
+        raise UserError(f"image {image_id} has boxes {boxes.shape}, scores {values.shape}")
+    if not (np.isfinite(boxes).all() and np.isfinite(values).all()):
+        raise UserError(f"proposals of image {image_id} are NaN or infinite")
+    if len(values) == 0 or values.min() == values.max():
+        return boxes, np.arange(len(boxes), 0, -1, dtype=np.float32)
+    order = np.argsort(-values, kind="stable")
+    falling = values[order].astype(np.float32)
+    if (falling[1:] >= falling[:-1]).any():
+        for i in range(1, len(falling)):  # the smallest step down that tells equals apart
+            falling[i] = min(falling[i], np.nextafter(falling[i - 1], np.float32(-np.inf)))
+    return boxes[order], falling
+
+
+def write_proposals(
+    path: Path,
+    ids: Sequence[str],
+    boxes: Sequence[ArrayLike],
+    scores: Sequence[ArrayLike] | None = None,
+) -> None:
+    """Writes what Detectron2 reads; without scores the first box of an image is the best."""
+    proposals = Proposals.build(ids, boxes, scores)
+    content = {
+        "ids": proposals.ids,
+        "boxes": proposals.boxes,
+        "objectness_logits": proposals.scores,
+        "bbox_mode": XYXY_ABS,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with part.open("wb") as stream:
+        pickle.dump(content, stream, protocol=4)
+    part.replace(path)
+
+
+def read_proposals(path: Path) -> Proposals:
+    """Reads a proposal file without running anything that it may contain."""
+    return from_detectron_pkl(path)
+
+
+def from_detectron_pkl(path: Path, ids: Sequence[str] | None = None) -> Proposals:
+    """Reads proposals of Detectron or Detectron2, boxes taken as Detectron2 takes them.
+
+    Args:
+        path: pickled dict with boxes, ids or indexes, scores or objectness_logits.
+        ids: the images wanted, in order; also tells what a number such as 5 stands for ("000005").
+    """
+    content = _load_pickle(path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no proposal file: expected a pickled dict")
+    numbers = content.get("ids", content.get("indexes"))
+    boxes, scores = content.get("boxes"), content.get("objectness_logits", content.get("scores"))
+    if numbers is None or boxes is None:
+        raise UserError(f"{path} has {sorted(map(str, content))}: expected ids, boxes, scores")
+    arrays = [_as_boxes(own, path) for own in boxes]
+    if content.get("bbox_mode", XYXY_ABS) == XYWH_ABS:
+        arrays = [np.concatenate([a[:, :2], a[:, :2] + a[:, 2:]], axis=1) for a in arrays]
+    elif content.get("bbox_mode", XYXY_ABS) != XYXY_ABS:
+        raise UserError(f"{path} has bbox_mode {content['bbox_mode']}: expected XYXY or XYWH")
+    spelling = {str(int(i)): i for i in ids or () if i.isdecimal()}
+    spelling.update((i, i) for i in ids or ())
+    names = [spelling.get(n, n) for n in map(str, numbers)]
+    proposals = Proposals.build(names, arrays, scores)
+    return proposals if ids is None else proposals.select(ids)
+
+
+def from_mat(path: Path, ids: Sequence[str] | None = None) -> Proposals:
+    """Reads MATLAB files of selective search; which of two layouts is seen from the content.
+
+    - all images: cell arrays `boxes`, each (K, 4) [y1 x1 y2 x2], 1-based, and `images`, the ids;
+      without `images` the boxes are in the order of `ids`
+    - one image, as Fast R-CNN's demo has it: `boxes`, (K, 4) [x1 y1 x2 y2], 0-based, and the id in
+      the file's name (000004_boxes.mat)
+
+    Both count the last pixel as inside, so the right and lower edges are one further.
+    """
+    try:
+        content = scipy.io.loadmat(str(path), appendmat=False)
+    except FileNotFoundError:
+        raise UserError(f"no file {path}") from None
+    except NotImplementedError:
+        raise UserError(f"{path} is MATLAB v7.3 (HDF5): save it with -v7 and try again") from None
+    except (ValueError, TypeError, OSError, zlib.error, MatReadError) as error:
+        raise UserError(f"{path} is not a MATLAB file: {error}") from None
+    boxes = content.get("boxes")
+    if boxes is None:
+        raise UserError(f"{path} has no variable `boxes`: is it from selective search?")
+    if boxes.dtype != object:
+        name = Path(path).stem.removesuffix("_boxes")
+        inclusive = _as_boxes(boxes, path) + np.array([0, 0, 1, 1], np.float32)
+        proposals = Proposals.build([name], [inclusive], None)
+        return proposals if ids is None else proposals.select([i for i in ids if i == name] or ids)
+    cells = [_as_boxes(cell, path) for cell in boxes.ravel()]
+    if any(cell.size and cell.min() < 1 for cell in cells):
+        raise UserError(f"{path} has coordinates below 1: expected 1-based [y1 x1 y2 x2]")
+    cells = [cell[:, [1, 0, 3, 2]] - np.array([1, 1, 0, 0], np.float32) for cell in cells]
+    if "images" in content:
+        names = [str(np.ravel(cell)[0]).strip() for cell in content["images"].ravel()]
+        proposals = Proposals.build(names, cells, None)
+        return proposals if ids is None else proposals.select(ids)
+    if ids is None or len(ids) != len(cells):
+        raise UserError(f"{path} has {len(cells)} images and no ids: expected as many in the split")
+    return Proposals.build(ids, cells, None)
+
+
+def _as_boxes(values: ArrayLike, path: Path) -> Array:
+    try:
+        boxes = np.asarray(values, np.float32)
+    except (TypeError, ValueError):
+        raise UserError(f"{path} has boxes that are not numbers: expected (K, 4)") from None
+    if boxes.size and (boxes.ndim != 2 or boxes.shape[1] != 4):
+        raise UserError(f"{path} has boxes of shape {boxes.shape}: expected (K, 4)")
+    return boxes.reshape(-1, 4)
+
+
+class _Dtype:
+    """Stands for np.dtype while reading: takes part in no call that the file could steer."""
+
+    def __init__(self, spec: str, *_: object) -> None:
+        if not re.fullmatch(r"[<>|=]?([fiu][1248]|b1|[SU]\d{1,4}|O8?)", spec):
+            raise pickle.UnpicklingError(f"dtype {spec!r}")
+        self.spec, self.order = spec.lstrip("<>|="), spec[0] if spec[0] in "<>|=" else "="
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.order = "<" if state[1] == "<" else ">" if state[1] == ">" else "="
+
+
+class _Array:
+    """Stands for np.ndarray while reading, for the same reason."""
+
+    value: Any = None
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, raw = state
+        self.value = _to_array(raw, dtype, shape, "F" if fortran else "C")
+
+
+def _to_array(raw: Any, dtype: _Dtype, shape: tuple[int, ...], order: Literal["C", "F"]) -> Any:
+    if dtype.spec.startswith("O"):
+        return [_plain(item) for item in raw]
+    data = raw.encode("latin1") if isinstance(raw, str) else raw  # Python 2 wrote strings
+    return np.frombuffer(data, dtype.order + dtype.spec).reshape(shape, order=order)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+def _scalar(dtype: _Dtype, raw: Any) -> Any:
+    return _to_array(raw, dtype, (), "C")[()].item()
+
+
+# All that a proposal file may name, and what takes its place.
+_ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): lambda: b"",  # how old protocols spell it; takes no length
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _Array,
+    ("detectron2.structures.boxes", "BoxMode"): int,
+}
+for _core in ("numpy.core", "numpy._core"):
+    _ADMITTED[f"{_core}.multiarray", "_reconstruct"] = lambda *_: _Array()
+    _ADMITTED[f"{_core}.multiarray", "scalar"] = _scalar
+    _ADMITTED[f"{_core}.numeric", "_frombuffer"] = _to_array
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return _ADMITTED[module, name]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Array):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _load_pickle(path: Path) -> Any:
+    """Numbers, strings, lists, dicts and arrays from a pickle; refuses all else."""
+    try:
+        with path.open("rb") as stream:
+            return _plain(_Unpickler(stream, encoding="latin1").load())
+    except FileNotFoundError:
+        raise UserError(f"no file {path}") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
+        reason = str(error)
+    except (AttributeError, LookupError, OverflowError) as error:
+        reason = str(error)
+    raise UserError(f"{path} is not a pickle of plain arrays, refused: {reason}")
