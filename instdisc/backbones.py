@@ -7,16 +7,13 @@ it away where the target has none.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
-from instdisc.checkpoint import load_checkpoint
 from instdisc.cli import UserError
-from instdisc.runs import newest_backbone
 
 Stem = Literal["imagenet", "small"]
 STAGES = ("conv1", "conv2", "conv3", "conv4", "conv5")
@@ -186,24 +183,6 @@ def restore_backbone(payload: Mapping[str, Any]) -> Backbone | Embedding:
     model = Embedding(backbone, dim=projection["weight"].shape[0])
     model.projection.load_state_dict(projection, strict=True)
     return model
-
-
-def load_backbone(weights: str | Path | None = None) -> Backbone:
-    """Loads a pretrained backbone in eval mode: the one door for outsiders.
-
-    Args:
-        weights: a backbone.pt, a run folder that holds one, or None for the newest run.
-
-    Returns:
-        The backbone without its projection; `model(images)` gives `(B, feature_dim)`,
-        `model.stages(images)` the five feature maps.
-    """
-    path = Path(weights) if weights is not None else newest_backbone()
-    if path.is_dir():
-        path = path / "backbone.pt"
-    model = restore_backbone(load_checkpoint(path, "backbone"))
-    backbone = model.backbone if isinstance(model, Embedding) else model
-    return backbone.eval()
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from instdisc.backbones import (
     Embedding,
     backbone_payload,
     build_backbone,
-    load_backbone,
 )
 from instdisc.checkpoint import save_checkpoint
 from instdisc.cli import UserError
 from instdisc.transforms import InputSpec
+from instdisc.weights import load_backbone
 
 # Strides of conv1..conv5 relative to the image.
 STRIDES = {

@@ -1,25 +1,25 @@
 """Training end to end on tiny images: exact resume, accumulation, monitor, the run folder."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from instdisc.backbones import load_backbone
 from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import Interrupted, UserError
+from instdisc.cli import Interrupted, UserError, to_dict
 from instdisc.runs import read_jsonl
+from instdisc.weights import load_backbone
 from pretrain.config import PretrainConfig
+from pretrain.memory_bank import MemoryBank
 from pretrain.pipeline import pretrain
 from pretrain.trainer import Trainer
-
-FORK = multiprocessing.get_context("fork")
 
 
 def config(data: Path, output: Path, **changes: Any) -> PretrainConfig:
@@ -50,10 +50,10 @@ def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
     """All tensors of a nested checkpoint."""
     if isinstance(state, torch.Tensor):
         return {path: state}
+    if not isinstance(state, dict | list | tuple):
+        return {}
     items = state.items() if isinstance(state, dict) else enumerate(state)
-    if isinstance(state, dict | list | tuple):
-        return {k: v for name, x in items for k, v in tensors(x, f"{path}/{name}").items()}
-    return {}
+    return {k: v for name, x in items for k, v in tensors(x, f"{path}/{name}").items()}
 
 
 def assert_same_run(one: Path, two: Path) -> None:
@@ -72,18 +72,25 @@ def assert_same_run(one: Path, two: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def killed_at(step: int, run: PretrainConfig) -> None:
-    """In a child: SIGKILL itself after `step` optimiser steps, before anything more is written."""
-    inner = Trainer.train_step
+# Run by another interpreter: SIGKILL itself after a step, before anything more is written.
+KILLED_AT = """
+import json, os, signal, sys
+from instdisc.cli import from_dict
+from pretrain.config import PretrainConfig
+from pretrain.pipeline import pretrain
+from pretrain.trainer import Trainer
 
-    def outer(self: Trainer, batches: Any) -> torch.Tensor:
-        loss = inner(self, batches)
-        if self.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return loss
+inner = Trainer.train_step
 
-    Trainer.train_step = outer  # type: ignore[method-assign]
-    pretrain(run)
+def outer(self, batches):
+    loss = inner(self, batches)
+    if self.step == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss
+
+Trainer.train_step = outer
+pretrain(PretrainConfig(**from_dict(PretrainConfig, json.loads(sys.argv[2]))))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +114,9 @@ def test_a_killed_run_resumed_is_the_uninterrupted_run_bit_for_bit(
     resumes_at: int,
 ) -> None:
     run = config(image_tree, tmp_path / "run", save_minutes=save_minutes)
-    child = FORK.Process(target=killed_at, args=(step, run))
-    child.start()
-    child.join(120)
-    assert child.exitcode == -signal.SIGKILL
+    values = json.dumps(to_dict(run))
+    child = subprocess.run([sys.executable, "-c", KILLED_AT, str(step), values], timeout=300)
+    assert child.returncode == -signal.SIGKILL
     assert load_checkpoint(tmp_path / "run" / "last.pt", "train")["step"] == resumes_at
     pretrain(run)
     assert_same_run(whole_run, tmp_path / "run")
@@ -176,13 +182,16 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(
     image_tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With batch norm frozen, four micro-batches of two are one batch of eight."""
-    import torch.nn as nn
-
     monkeypatch.setattr(
-        nn.BatchNorm2d, "train", lambda self, mode=True: nn.Module.train(self, False)
+        torch.nn.BatchNorm2d,
+        "train",
+        lambda self, mode=True: torch.nn.Module.train(self, False),
     )
     for name, accumulate in (("one", 1), ("four", 4)):
-        pretrain(config(image_tree, tmp_path / name, accumulate=accumulate, epochs=1))
+        run = config(
+            image_tree, tmp_path / name, accumulate=accumulate, epochs=1, normalizer="fixed:50"
+        )
+        pretrain(run)
     rows = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "four")]
     for a, b in zip(*rows, strict=True):
         assert a.get("loss", 0.0) == pytest.approx(b.get("loss", 0.0), rel=1e-4)
@@ -230,8 +239,6 @@ def test_an_unreadable_image_is_skipped_on_request_and_its_row_stays(
         pretrain(config(data, tmp_path / "run", epochs=1))
     pretrain(config(data, tmp_path / "run2", epochs=1, skip_bad_images=True))
     assert "3.png" in (tmp_path / "run2" / "bad_images.txt").read_text()
-    from pretrain.memory_bank import MemoryBank
-
     bank = load_checkpoint(tmp_path / "run2" / "last.pt", "train")["bank"]
     unchanged = (bank == MemoryBank(24, 128, momentum=0.5, seed=0).vectors).all(dim=1)
     assert unchanged.nonzero().flatten().tolist() == [11]
