@@ -30,6 +30,8 @@ from instdisc.transforms import InputSpec
 class TimmBackbone(nn.Module):
     """A timm model behind the interface of `Backbone`: pooled features and five stages."""
 
+    trunk: Any
+
     def __init__(self, name: str) -> None:
         super().__init__()
         # An outsider's library: only who asks for it pays for the import.
@@ -37,7 +39,7 @@ class TimmBackbone(nn.Module):
         from timm.data.config import resolve_model_data_config
 
         try:
-            self.trunk: Any = timm.create_model(name, pretrained=True, num_classes=0)
+            self.trunk = timm.create_model(name, pretrained=True, num_classes=0)
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"timm cannot make {name} ({reason}): see timm.list_models()") from None
