@@ -64,6 +64,6 @@ def describe_checkpoint(path: Path) -> str:
     if form == FORMAT.format("train"):
         fields = ", ".join(sorted(set(payload) - {"format"}))
         return f"format: {form}\na training state to resume from; holds {fields}"
-    from instdisc.importers import describe
+    from instdisc.importers.api import describe
 
     return describe(path)

@@ -8,7 +8,7 @@ import torch
 
 from instdisc.export.fold import fold_trunk
 from instdisc.export.verify import CONVERTERS
-from instdisc.importers import import_checkpoint
+from instdisc.importers.api import import_checkpoint
 
 FILES = {
     "timm": "timm/model.safetensors",

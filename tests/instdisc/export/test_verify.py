@@ -14,7 +14,7 @@ from instdisc.backbones import STAGES, build_backbone
 from instdisc.cli import UserError
 from instdisc.export.contract import build_source
 from instdisc.export.verify import CONVERTERS, difference, verify_target
-from instdisc.importers import import_checkpoint
+from instdisc.importers.api import import_checkpoint
 
 ARCHS = ("alexnet", "vgg16", "resnet18", "resnet50")
 TARGETS = ("timm", "detectron2", "torchvision")
