@@ -34,17 +34,24 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     # Minutes on two cores. Chosen by experiment: docs/protocols.md, "The demo recipe".
     "demo": {
-        "image_size": 64,
+        "image_size": 32,
         "objective": "softmax",
         "temperature": 0.1,
         "bank_momentum": 0.5,
-        "proximal_weight": 0.0,
-        "batch_size": 64,
-        "epochs": 4,
-        "lr_milestones": (3,),
-        "monitor_every": 1,
+        "batch_size": 32,
+        "lr": 0.01,
+        "epochs": 6,
+        "lr_milestones": (),
+        "monitor_every": 3,
         "workers": 0,
     },
+}
+# Networks differ in cost and in the smallest image that they take.
+DEMO_OF_ARCH: dict[str, dict[str, Any]] = {
+    "alexnet": {"image_size": 64},
+    "vgg16": {"epochs": 2},
+    "resnet18": {"epochs": 9},
+    "resnet50": {},
 }
 RECIPE_OF_KIND = {
     "folder": "imagenet",
@@ -216,13 +223,9 @@ class PretrainConfig:
         recipe = given.get("recipe") or RECIPE_OF_KIND[location.kind]
         data = "demo" if location.root is None else str(Path(location.root).resolve())
         defaults = {"recipe": recipe, "data": data, **RECIPES[recipe]}
-        if recipe == "demo" and given.get("arch") == "vgg16":
-            defaults.update(DEMO_VGG16)
+        if recipe == "demo":
+            defaults.update(DEMO_OF_ARCH[given.get("arch", cls.arch)])
         return defaults
-
-
-# VGG16 costs several times a ResNet-50 at 64 pixels.
-DEMO_VGG16: dict[str, Any] = {"epochs": 1, "lr_milestones": ()}
 
 
 def parse_normalizer(text: str) -> tuple[str, float]:
