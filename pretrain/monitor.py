@@ -10,7 +10,7 @@ from instdisc.data import ImageSet
 from instdisc.dist import Process
 from instdisc.features import extract_features
 from instdisc.metrics import top_k_accuracy
-from instdisc.voting import classify
+from instdisc.neighbors import classify
 from instdisc.transforms import InputSpec
 
 VOTE_TEMPERATURE = 0.07
