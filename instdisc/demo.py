@@ -25,11 +25,9 @@ from PIL import Image
 from instdisc.cli import UserError
 
 DEMO_VERSION = "v1"  # part of the folder names and of every seed: change it when pixels change
-IMAGE_SIZE = 72
-SCENE_WIDTH, SCENE_HEIGHT = 160, 120
-# By visible share: below the first not painted, the second `difficult`, the third `truncated`.
-_MIN_VISIBLE, _HIDDEN, _WHOLE = 0.2, 0.45, 0.97
-_DULL, _VIVID = (0.0, 0.5), (0.2, 0.8)  # saturation of backgrounds and of objects
+IMAGE_SIZE, SCENE_WIDTH, SCENE_HEIGHT = 72, 160, 120
+_MIN_VISIBLE, _HIDDEN, _WHOLE = 0.2, 0.45, 0.97  # visible: less is unpainted, difficult, truncated
+_DULL, _VIVID = (0.0, 0.25), (0.5, 0.8)  # saturation of backgrounds and of objects
 _PAD = 36  # no object reaches further than this out of its picture
 
 Plane = NDArray[np.float64]
@@ -76,7 +74,7 @@ def _half_planes(x: Plane, y: Plane, count: int, inradius: float) -> Plane:
 
 
 # Signed distance to each kind's outline, negative inside, in units of its radius. A star's points
-# lie outside at most one of five half planes; 0.743 = 1 / sqrt(1 + 0.9^2) undoes the chevron's slant.
+# lie outside at most one of five half planes; 0.743 = 1 / sqrt(1 + 0.9^2) undoes a chevron's slant.
 _SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
     "bars": lambda x, y: np.maximum(_repeat(y, 0.52) - 0.14, np.abs(x) - 0.8),
     "chevron": lambda x, y: np.maximum(
@@ -84,7 +82,7 @@ _SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
     ),
     "crescent": lambda x, y: np.maximum(_length(x, y) - 0.95, 0.7 - _length(x - 0.42, y)),
     "cross": lambda x, y: np.minimum(_box(x, y, 0.95, 0.26), _box(x, y, 0.26, 0.95)),
-    "disc": lambda x, y: _length(x, y) - 0.82,
+    "disc": lambda x, y: _length(x, y) - 0.9,
     "dots": lambda x, y: _length(_repeat(x, 0.58), _repeat(y, 0.58)) - 0.2,
     "lattice": lambda x, y: np.maximum(
         np.minimum(_repeat(x, 0.6), _repeat(y, 0.6)) - 0.12, _box(x, y, 0.72, 0.72)
@@ -140,7 +138,7 @@ def _two_tone(rng: Rng, luminance: float, saturation: tuple[float, float], size:
 def _background(rng: Rng, luminance: float, size: Size) -> Plane:
     """A faint two-colour gradient with a little cloud and a few specks."""
     image = _two_tone(rng, luminance, _DULL, size)
-    image += (_smooth(rng, int(rng.integers(3, 9)), size) - 0.5) * _uniform(rng, 0, 0.12)
+    image += (_smooth(rng, int(rng.integers(3, 9)), size) - 0.5) * _uniform(rng, 0, 0.08)
     columns, rows = _grid(*size)
     for _ in range(int(rng.integers(0, 5))):
         r = _uniform(rng, 0.03, 0.07) * min(size)
@@ -153,7 +151,7 @@ def _background(rng: Rng, luminance: float, size: Size) -> Plane:
 
 def _develop(rng: Rng, image: Plane) -> NDArray[np.uint8]:
     """Uneven light and sensor noise, then 8 bits: (3, H, W) to (H, W, 3)."""
-    light = 1 + (_smooth(rng, 2, image.shape[1:]) - 0.5) * _uniform(rng, 0, 0.8)
+    light = 1 + (_smooth(rng, 2, image.shape[1:]) - 0.5) * _uniform(rng, 0, 0.3)
     noise = rng.integers(-3, 4, size=image.shape) * rng.random()
     levels = np.clip(np.floor(image * light * 255 + noise + 0.5), 0, 255)
     return np.ascontiguousarray(levels.astype(np.uint8).transpose(1, 2, 0))
@@ -161,7 +159,7 @@ def _develop(rng: Rng, image: Plane) -> NDArray[np.uint8]:
 
 def _luminances(rng: Rng) -> tuple[float, float]:
     """Of background and object: well apart, either of them the lighter one."""
-    contrast = _uniform(rng, 0.25, 0.6)
+    contrast = _uniform(rng, 0.4, 0.55)
     low = _uniform(rng, 0.12, 0.88 - contrast)
     return (low, low + contrast) if rng.random() < 0.5 else (low + contrast, low)
 
@@ -172,8 +170,8 @@ def _paint_image(split: str, name: str, number: int) -> NDArray[np.uint8]:
     size = IMAGE_SIZE, IMAGE_SIZE
     behind, front = _luminances(rng)
     image = _background(rng, behind, size)
-    r = _uniform(rng, 0.48, 0.9) * IMAGE_SIZE / 2
-    slack = max(IMAGE_SIZE / 2 - 0.9 * r, 0.0) + 0.05 * IMAGE_SIZE
+    r = _uniform(rng, 0.55, 0.95) * IMAGE_SIZE / 2
+    slack = max(IMAGE_SIZE / 2 - 0.9 * r, 0.0)
     x, y = (IMAGE_SIZE / 2 + _uniform(rng, -slack, slack) for _ in range(2))
     share = _coverage(rng, name, size, x, y, r)
     return _develop(rng, image + (_two_tone(rng, front, _VIVID, size) - image) * share)
@@ -197,7 +195,7 @@ def _paint_scene(split: str, number: int) -> tuple[NDArray[np.uint8], list[Scene
         x, y = (_uniform(rng, 0.6 * r, n - 0.6 * r) for n in (SCENE_WIDTH, SCENE_HEIGHT))
         wide = _coverage(rng, name, padded, x + _PAD, y + _PAD, r)
         share = wide[_PAD:-_PAD, _PAD:-_PAD]
-        paint = _two_tone(rng, front + _uniform(rng, -0.08, 0.08), _VIVID, size)
+        paint = _two_tone(rng, front + (front - behind) * _uniform(rng, -0.15, 0.1), _VIVID, size)
         uncovered = [*(plane * (1 - share) for plane in shown), share]
         area = int((wide >= 0.5).sum())
         needed = [_MIN_VISIBLE * n for n in (*areas, area)]

@@ -35,6 +35,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # Minutes on two cores. Chosen by experiment: docs/protocols.md, "The demo recipe".
     "demo": {
         "image_size": 32,
+        "crop_ratio": 1.0,
         "objective": "softmax",
         "temperature": 0.1,
         "bank_momentum": 0.5,
@@ -42,7 +43,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr": 0.01,
         "epochs": 6,
         "lr_milestones": (),
-        "monitor_every": 3,
+        "warmup_epochs": 2.0,
+        "monitor_every": 4,
         "workers": 0,
     },
 }
@@ -50,8 +52,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 DEMO_OF_ARCH: dict[str, dict[str, Any]] = {
     "alexnet": {"image_size": 64},
     "vgg16": {"epochs": 2},
-    "resnet18": {"epochs": 9},
-    "resnet50": {},
+    "resnet18": {"epochs": 12},
+    "resnet50": {"epochs": 4},
 }
 RECIPE_OF_KIND = {
     "folder": "imagenet",
@@ -142,6 +144,9 @@ class PretrainConfig:
     lr_milestones: tuple[int, ...] = _optim(
         (120, 160), "epochs at which the learning rate is divided by ten"
     )
+    warmup_epochs: float = _optim(
+        0.0, "epochs over which the learning rate rises from zero; the paper has none"
+    )
     momentum: float = _optim(0.9, "of SGD")
     weight_decay: float = _optim(1e-4, "of SGD", aliases=["--wd"])
     accumulate: int = _optim(
@@ -202,6 +207,7 @@ class PretrainConfig:
             (self.epochs >= 1, "--epochs must be at least 1"),
             (self.batch_size >= 2, "--batch-size must be at least 2: batch norm needs two images"),
             (self.lr > 0, "--lr must be positive"),
+            (self.warmup_epochs >= 0, "--warmup-epochs must not be negative"),
             (0 <= self.momentum < 1, "--momentum must be in [0, 1)"),
             (self.weight_decay >= 0, "--weight-decay must not be negative"),
             (self.accumulate >= 1, "--accumulate must be at least 1"),

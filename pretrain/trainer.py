@@ -110,8 +110,12 @@ class Trainer:
         share = config.batch_size // self.process.world_size
         micro = share // config.accumulate
         for group in self.optimizer.param_groups:
-            epoch = self.step // self.steps_per_epoch
-            group["lr"] = step_decay(config.lr, epoch, config.lr_milestones)
+            group["lr"] = step_decay(
+                config.lr,
+                self.step / self.steps_per_epoch,
+                config.lr_milestones,
+                warmup_epochs=config.warmup_epochs,
+            )
         # Dropout draws from torch's global generator: key it by the step, like everything else.
         torch.manual_seed(derive_seed(config.seed, "step", self.step, self.process.rank))
         self.optimizer.zero_grad(set_to_none=True)
