@@ -7,7 +7,7 @@ PY = "$(VENV)/bin/python"
 
 .PHONY: help demo test check bench setup clean
 help:
-	@echo "make demo   pretrain on the embedded images"
+	@echo "make demo   pretrain and export on the embedded images"
 	@echo "make test   the fast tests (ARGS='-k knn' goes to pytest)"
 	@echo "make check  ruff and mypy"
 	@echo "make bench  every benchmark (ARGS=--quick for a short look)"
@@ -18,7 +18,8 @@ setup:
 
 demo: setup
 	$(PY) pretrain/run.py --arch resnet50
-	@echo "The run is in runs/pretrain/resnet50: log.txt, metrics.jsonl, backbone.pt"
+	$(PY) pretrain/export.py --overwrite
+	@echo "Made: runs/pretrain/resnet50/backbone.pt, and for timm, Detectron2 and torchvision export/ beside it"
 
 test: setup
 	$(PY) -m pytest $(ARGS)

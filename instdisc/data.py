@@ -43,6 +43,7 @@ class ImageSet:
         sizes: bytes per file, `(N,)`; zero for records inside an archive.
         root: folder that `names` are relative to.
         pixels: `(N, H, W)` or `(N, H, W, 3)` uint8 for archives of small images, else None.
+        skipped: files that were left out because they are no images.
     """
 
     dataset: str
@@ -53,6 +54,7 @@ class ImageSet:
     sizes: np.ndarray
     root: Path | None = None
     pixels: np.ndarray | None = None
+    skipped: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -145,8 +147,9 @@ def read_folder(root: Path, dataset: str, split: Split, *, skip_bad: bool = Fals
         listings = list(pool.map(lambda name: _list_class(root, name), classes))
     rows = [(n, size, label) for label, files in enumerate(listings) for n, size in files]
     bad = [n for n, size, _ in rows if size <= 0 or not n.lower().endswith(EXTENSIONS)]
-    if bad and not skip_bad:
-        raise UserError(bad_images_message([str(root / os.fsdecode(name)) for name in sorted(bad)]))
+    skipped = [str(root / os.fsdecode(name)) for name in sorted(bad)]
+    if skipped and not skip_bad:
+        raise UserError(bad_images_message(skipped))
     refused = set(bad)
     rows = sorted(row for row in rows if row[0] not in refused)
     if not rows:
@@ -160,6 +163,7 @@ def read_folder(root: Path, dataset: str, split: Split, *, skip_bad: bool = Fals
         labels=np.array(labels, dtype=np.int64),
         sizes=np.array(sizes, dtype=np.int64),
         root=root,
+        skipped=tuple(skipped),
     )
 
 

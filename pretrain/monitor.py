@@ -27,6 +27,7 @@ class KnnMonitor:
     num_neighbors: int
     batch_size: int
     workers: int
+    skip_bad: bool
 
     def _features(self, model: Embedding, images: ImageSet, title: str) -> Tensor:
         return extract_features(
@@ -37,6 +38,7 @@ class KnnMonitor:
             batch_size=self.batch_size,
             workers=self.workers,
             title=title,
+            skip_bad=self.skip_bad,
         )
 
     def _accuracy(self, queries: Tensor, bank: Tensor) -> float:

@@ -1,10 +1,13 @@
 """What a run works with: its folder, its images, its checkpoint, and the signals that end it."""
 
+import dataclasses
 import functools
 import math
 import shutil
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from instdisc import dist
 from instdisc.backbones import Embedding, build_backbone, num_parameters
@@ -94,6 +97,7 @@ class Session:
             config.num_neighbors,
             config.batch_size,
             config.workers,
+            config.skip_bad_images,
         )
 
     def _open_train(self) -> ImageSet:
@@ -108,8 +112,12 @@ class Session:
             dist.barrier()
         images = random_subset(images, config.train_fraction, config.seed)
         bad = find_bad_images(images)
+        names = tuple(images.name(i) for i in bad)
         if bad and not config.skip_bad_images:
-            raise UserError(bad_images_message([images.name(i) for i in bad]))
+            raise UserError(bad_images_message(names))
+        if bad:
+            images = images.subset(np.setdiff1d(np.arange(len(images)), bad))
+            images = dataclasses.replace(images, skipped=images.skipped + names)
         n = len(images)
         share = self.process.world_size * config.accumulate
         if n < 2:
@@ -188,6 +196,8 @@ class Session:
         if self.is_main:
             write_json(self.output / "config.json", to_dict(self.config))
             write_json(self.output / "provenance.json", provenance())
+            for name in self.train.skipped:
+                self.record_bad_image(f"{name} is not a readable image")
 
     def record_bad_image(self, message: str) -> None:
         """Keeps the name of an image that was skipped."""

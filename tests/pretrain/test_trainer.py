@@ -233,11 +233,14 @@ def test_an_unreadable_image_is_skipped_on_request_and_its_row_stays(
     bad.write_bytes(bad.read_bytes()[:100])
     with pytest.raises(UserError, match=r"3.png.*--skip-bad-images"):
         pretrain(config(data, tmp_path / "run", epochs=1))
+    pretrain(config(data, tmp_path / "left_out", epochs=1, skip_bad_images=True))
+    assert "3.png" in (tmp_path / "left_out" / "bad_images.txt").read_text()
+    assert len(load_checkpoint(tmp_path / "left_out" / "last.pt", "train")["bank"]) == 23
     # Past the scan, training itself must notice.
     monkeypatch.setattr("pretrain.session.find_bad_images", lambda images: [])
     with pytest.raises(UserError, match=r"3.png is not a readable image"):
         pretrain(config(data, tmp_path / "run", epochs=1))
-    pretrain(config(data, tmp_path / "run2", epochs=1, skip_bad_images=True))
+    pretrain(config(data, tmp_path / "run2", epochs=1, skip_bad_images=True, monitor_every=1))
     assert "3.png" in (tmp_path / "run2" / "bad_images.txt").read_text()
     bank = load_checkpoint(tmp_path / "run2" / "last.pt", "train")["bank"]
     unchanged = (bank == MemoryBank(24, 128, momentum=0.5, seed=0).vectors).all(dim=1)

@@ -1,0 +1,63 @@
+"""The README's commands as a new user types them, on the embedded images. Minutes: marked slow."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WRITTEN = ("config.json", "log.txt", "metrics.jsonl", "last.pt", "backbone.pt")
+
+
+def run(cwd: Path, repo: Path, command: str) -> str:
+    """Runs `python script flags` from another folder, with every core, as a user would."""
+    script, *flags = command.split()[1:]
+    env = {k: v for k, v in os.environ.items() if k not in ("INSTDISC_RUNS", "OMP_NUM_THREADS")}
+    done = subprocess.run(
+        [sys.executable, str(repo / script), *flags],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("a new user's folder")
+
+
+def test_the_first_command_verbatim_then_export(home: Path, repo: Path) -> None:
+    said = run(home, repo, "python pretrain/run.py --arch resnet50")
+    assert "DEMO DATA" in said
+    folder = home / "runs" / "pretrain" / "resnet50"
+    for name in WRITTEN:
+        assert (folder / name).stat().st_size > 0, name
+    assert json.loads((folder / "config.json").read_text())["data"] == "demo"
+    again = run(home, repo, "python pretrain/run.py --arch resnet50")
+    assert "nothing to do" in again
+    said = run(home, repo, "python pretrain/export.py")
+    for target in ("timm", "detectron2", "torchvision"):
+        assert f"{target}: " in said
+    assert (folder / "export" / "report.json").exists()
+
+
+@pytest.mark.parametrize("arch", ["alexnet", "vgg16", "resnet18"])
+def test_the_other_networks_train_on_the_demo_images(home: Path, repo: Path, arch: str) -> None:
+    said = run(home, repo, f"python pretrain/run.py --arch {arch} --epochs 1 --save-minutes 60")
+    assert "kNN bank" in said
+    for name in WRITTEN:
+        assert (home / "runs" / "pretrain" / arch / name).stat().st_size > 0, name
+    losses = [
+        row["loss"]
+        for row in map(json.loads, (home / "runs" / "pretrain" / arch / "metrics.jsonl").open())
+        if "loss" in row
+    ]
+    assert max(losses) < 30, "diverged"
