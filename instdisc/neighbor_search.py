@@ -65,14 +65,19 @@ def plan_search(
         )
         if num_bytes <= budget_bytes:
             return SearchPlan(group, rows, pairs, group * waiting, capacity, num_bytes)
-        if pairs > 64:
+        # Each step is small work for torch below some size: long chunks matter the longest.
+        if pairs > 512:
             pairs //= 2
-        elif group > 16:
+        elif rows > 4096:
+            rows //= 2
+        elif group > 8:
             group //= 2
-        elif rows > BLOCK:
+        elif rows > 512:
             rows //= 2
         elif group > 1:
             group //= 2
+        elif rows > BLOCK:
+            rows //= 2
         elif pairs > 1:
             pairs //= 2
         else:
@@ -114,9 +119,7 @@ class GroupSearch:
         Without a guess that is all of them.
         """
         num_rows = len(self.bank)
-        guess = guess and num_rows >= 16 * SAMPLE_ROWS
-        if guess:
-            self._guess_floor()
+        guess = guess and self._guess_floor()
         start = 0
         while start < num_rows:
             # Without a guess, chunks double, so that the floor is up before the bulk comes.
@@ -137,20 +140,22 @@ class GroupSearch:
             scores[:, len(chunk) :] = -torch.inf
         return scores
 
-    def _guess_floor(self) -> None:
-        """Set the floor where a sample says that a little more than k rows reach it."""
-        sample = self.bank[:: len(self.bank) // SAMPLE_ROWS]
+    def _guess_floor(self) -> bool:
+        """Set the floor where a sample says that a little more than k rows reach it, if it can."""
+        step = max(16, len(self.bank) // SAMPLE_ROWS)
+        expected = self.k / step
+        rank = math.ceil(expected + 6 * math.sqrt(expected) + 1)
+        if 2 * rank * BLOCK * step > len(self.bank):
+            return False
         maxima = []
-        for part in sample.split(self.plan.num_rows):
+        for part in self.bank[::step].split(self.plan.num_rows):
             # Neighbours in the bank are often alike, so they go into different blocks.
             blocks = self._product(part.float()).view(len(self.queries), BLOCK, -1)
             maxima.append(blocks.amax(1))
         best = torch.cat(maxima, dim=1)
-        expected = self.k * len(sample) / len(self.bank)
-        rank = math.ceil(expected + 6 * math.sqrt(expected) + 1)
-        if rank <= best.shape[1]:
-            self.guess = best.kthvalue(best.shape[1] - rank + 1, dim=1, keepdim=True).values
-            self.bars = self.floor = self.guess.clone()
+        self.guess = best.kthvalue(best.shape[1] - rank + 1, dim=1, keepdim=True).values
+        self.bars = self.floor = self.guess.clone()
+        return True
 
     def _scan(self, start: int, stop: int) -> None:
         """Keep the blocks among some bank rows that reach the floor, for the next flush."""
@@ -162,9 +167,10 @@ class GroupSearch:
             self.bars = self.floor.expand(-1, num_blocks).contiguous()
         reach = blocks.amax(2) >= self.bars
         block = reach.view(-1).nonzero().squeeze(1)
-        if 4 * block.numel() > reach.numel():
-            # Ties with the k-th best, or a bank sorted by similarity.
-            crowded = (2 * reach.sum(1) > num_blocks).nonzero().squeeze(1)
+        many = 4 * block.numel() > reach.numel()
+        if many:
+            # Ties with the k-th best, or a bank sorted by similarity: too many for a shortlist.
+            crowded = ((scores >= self.floor).sum(1) > self.room).nonzero().squeeze(1)
             if crowded.numel():
                 self._settle_chunk(crowded, chunk, start)
                 reach[crowded] = False
@@ -172,7 +178,7 @@ class GroupSearch:
         inside = scores.view(-1, BLOCK).index_select(0, block)
         self.pending.append((start, num_blocks, block, inside))
         self.num_pending += block.numel()
-        if self.num_pending >= self.plan.num_pending:
+        if many or self.num_pending >= self.plan.num_pending:
             self._flush()
 
     def _flush(self) -> None:
@@ -253,6 +259,7 @@ class GroupSearch:
         self.rows[query, : self.k] = rows
         self.counts[query] = (similarities >= LOWEST).sum(1)
         self._raise_floor(query, similarities[:, -1])
+        self.bars = self.floor
 
     def _settle(self, query: Tensor) -> Tensor:
         """Give shortlisted rows their defined similarity; return the k best keys, falling."""

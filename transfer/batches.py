@@ -1,0 +1,65 @@
+"""The order in which the supervised loop sees its images."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+from instdisc.seed import generator
+
+
+@dataclasses.dataclass(frozen=True)
+class EvenBatches(Sampler[list[tuple[int, int]]]):
+    """Which images each step sees: a function of (seed, step), for any number of processes.
+
+    An epoch shows every image once, in ceil(n / batch_size) batches that differ by one image at
+    most. Of few labels none should be left out, and a small rest would spoil batch norm.
+
+    Attributes:
+        num_images: n.
+        batch_size: most images per step, over all processes.
+        seed: of the order.
+        num_steps: where the run ends.
+        start: the step to go on from.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    num_images: int
+    batch_size: int
+    seed: int
+    num_steps: int
+    start: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch."""
+        return math.ceil(self.num_images / self.batch_size)
+
+    def bounds(self, step: int) -> tuple[int, int]:
+        """First and last place, in the epoch's order, of the images of a step."""
+        number, steps = step % self.steps_per_epoch, self.steps_per_epoch
+        return number * self.num_images // steps, (number + 1) * self.num_images // steps
+
+    def __len__(self) -> int:
+        return self.num_steps - self.start
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, order = -1, torch.empty(0, dtype=torch.int64)
+        for step in range(self.start, self.num_steps):
+            if step // self.steps_per_epoch != epoch:
+                epoch = step // self.steps_per_epoch
+                order = torch.randperm(
+                    self.num_images, generator=generator(self.seed, "order", epoch)
+                )
+            first, last = self.bounds(step)
+            size = last - first
+            mine = slice(
+                first + size * self.rank // self.world_size,
+                first + size * (self.rank + 1) // self.world_size,
+            )
+            yield [(epoch, index) for index in order[mine].tolist()]

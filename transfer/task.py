@@ -1,0 +1,176 @@
+"""What every transfer command works with: a network, images, a run folder, and result rows."""
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from instdisc import dist
+from instdisc.cli import UserError, to_dict, volatile_fields
+from instdisc.data import ImageSet, Split, has_split, load_images
+from instdisc.dist import Process, init_process
+from instdisc.locations import DataLocation, locate_data
+from instdisc.results import Result, append_results, config_hash
+from instdisc.run_log import LOGGER, setup_logging
+from instdisc.runs import runs_root, write_json
+from instdisc.weights import Weights, open_weights
+from transfer.config import TransferConfig
+
+DEMO_BANNER = """
+************************************************************************
+*  DEMO DATA. These numbers are of the small images that come with the *
+*  project: they say that the code works, and nothing about the        *
+*  method. Name real data with --data DIR or INSTDISC_DATA.            *
+************************************************************************"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A transfer command at work.
+
+    Attributes:
+        name: what result rows call the command: knn, linear, semisup, retrieve.
+        config: its configuration.
+        process: this process.
+        weights: the network, in eval mode, on the process's device.
+        location: where the images are.
+    """
+
+    name: str
+    config: TransferConfig
+    process: Process
+    weights: Weights
+    location: DataLocation
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes."""
+        return self.process.is_main
+
+    @cached_property
+    def weights_hash(self) -> str:
+        """SHA-256 of the network's tensors as they were opened."""
+        return self.weights.hash
+
+    @cached_property
+    def output(self) -> Path:
+        """The folder of this run."""
+        name = self.weights.name.replace("/", "-").replace(":", "-")
+        return self.config.output or runs_root() / self.name / name
+
+    def load_split(self, split: Split) -> ImageSet:
+        """The images of a split; the first process makes the demo set for all."""
+        if not has_split(self.location, split):
+            raise UserError(
+                f"{self.location.root} has no {split}/ beside train/: "
+                "expected <data>/train/<class>/<image> and <data>/val/<class>/<image>"
+            )
+        if not self.is_main:
+            dist.barrier()
+        images = load_images(self.location, split, skip_bad=self.config.skip_bad_images)
+        if self.is_main:
+            dist.barrier()
+        return images
+
+    def load_train_and_val(self) -> tuple[ImageSet, ImageSet]:
+        """Both splits, with the labels of val in terms of the classes of train."""
+        train, val = self.load_split("train"), self.load_split("val")
+        return train, align_labels(val, train.classes)
+
+    def result(
+        self,
+        *,
+        protocol: str,
+        metric: str,
+        value: float,
+        images: Sequence[ImageSet],
+        details: Mapping[str, Any] | None = None,
+    ) -> Result:
+        """A row for one number.
+
+        Args:
+            protocol: how it was measured, in words that two equal measurements share.
+            metric: top1, top5, ...
+            value: the number, in percent where it is one.
+            images: all that it was measured with; training images first.
+            details: anything a reader may ask for.
+        """
+        volatile = volatile_fields(type(self.config))
+        kept = {k: v for k, v in to_dict(self.config).items() if k not in volatile}
+        return Result(
+            task=self.name,
+            protocol=protocol,
+            arch=self.weights.backbone.arch,
+            weights=self.weights.name,
+            weights_hash=self.weights_hash,
+            dataset=images[0].dataset,
+            data_fingerprint=joint_fingerprint(images),
+            metric=metric,
+            value=value,
+            seed=self.config.seed,
+            config_hash=config_hash({"task": self.name, **kept}),
+            details=dict(details or {}),
+        )
+
+    def write_results(self, results: Sequence[Result]) -> None:
+        """Appends rows to the results of the runs folder, by the first process."""
+        if self.is_main and results:
+            path = append_results(results)
+            LOGGER.info(f"{len(results)} result rows added to {path}")
+
+
+def joint_fingerprint(images: Sequence[ImageSet]) -> str:
+    """One fingerprint of several sets; of a single one it is its own."""
+    if len(images) == 1:
+        return images[0].fingerprint
+    parts = "\n".join(part.fingerprint for part in images)
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
+def align_labels(images: ImageSet, classes: Sequence[str]) -> ImageSet:
+    """The same images with labels that count in `classes`, which must hold all of theirs.
+
+    Folder names make the labels: without this a missing class folder would shift all after it.
+    """
+    if images.classes == tuple(classes):
+        return images
+    place = {name: label for label, name in enumerate(classes)}
+    unknown = [name for name in images.classes if name not in place]
+    if unknown:
+        raise UserError(
+            f"{images.split}/ of {images.dataset} has classes that train/ has not "
+            f"({', '.join(unknown[:5])}): make the class folders agree"
+        )
+    table = np.array([place[name] for name in images.classes], dtype=np.int64)
+    return dataclasses.replace(images, classes=tuple(classes), labels=table[images.labels])
+
+
+def find_location(named: str | None, weights: Weights) -> DataLocation:
+    """The data that was named; else what the network was pretrained on; else the demo set."""
+    if named is not None or os.environ.get("INSTDISC_DATA") or weights.data is None:
+        return locate_data(named)
+    return locate_data(weights.data, flag="--data is not given, and the pretraining data")
+
+
+def open_task(name: str, config: TransferConfig) -> Task:
+    """Opens network, data location and run folder; says what it found."""
+    process = init_process(config.device)
+    setup_logging(None, is_main=process.is_main)
+    weights = open_weights(config.weights)
+    task = Task(name, config, process, weights, find_location(config.data, weights))
+    for module in (weights.backbone, weights.embedding):
+        if module is not None:
+            module.to(process.device).eval()
+    setup_logging(task.output / "log.txt", is_main=process.is_main)
+    if process.is_main:
+        write_json(task.output / "config.json", to_dict(config))
+    if task.location.is_demo and process.is_main:
+        LOGGER.warning(DEMO_BANNER)
+    origin = weights.file or weights.name
+    LOGGER.info(f"{name}: {weights.backbone.arch} of {origin} on {process.device}")
+    return task
