@@ -106,15 +106,21 @@ METHODS: dict[str, Search] = {
 }
 
 
+def chosen(args: argparse.Namespace) -> list[str]:
+    """The methods to compare: the bare product and ours always."""
+    return [name for name in METHODS if name in (FLOOR, OURS) or args.peers in ("all", name)]
+
+
 def measure_times(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     """Milliseconds a query of each method in each round, and agreement with ours."""
     queries, bank = build_data(kind, args.n, args.queries, args.dim)
-    times: dict[str, list[float]] = {name: [] for name in METHODS}
+    methods = {name: METHODS[name] for name in chosen(args)}
+    times: dict[str, list[float]] = {name: [] for name in methods}
     found: dict[str, Any] = {}
-    for name, search in METHODS.items():  # not timed: loads libraries, builds the faiss index
+    for name, search in methods.items():  # not timed: loads libraries, builds the faiss index
         found[name] = search(queries, bank, args.k)
     for _ in range(args.rounds):
-        for name, search in METHODS.items():
+        for name, search in methods.items():
             started = time.perf_counter()
             search(queries, bank, args.k)
             times[name].append((time.perf_counter() - started) * 1e3 / args.queries)
@@ -165,7 +171,7 @@ def ask_child(args: argparse.Namespace, what: str) -> Any:
         "OPENBLAS_NUM_THREADS": str(args.threads),
         "OMP_WAIT_POLICY": "passive",
     }
-    options = ("n", "queries", "dim", "k", "rounds", "threads")
+    options = ("n", "queries", "dim", "k", "rounds", "threads", "peers")
     command = [sys.executable, __file__, "--child", what]
     for option in options:
         command += [f"--{option}", str(getattr(args, option))]
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=None, help="default: 5; 3 with --quick")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--data", nargs="+", default=["gaussian", "clustered"])
+    parser.add_argument("--peers", default="all", help="all, none, or the name of one")
     parser.add_argument("--quick", action="store_true", help="100,000 rows")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/neighbors.json"))
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -170,7 +170,9 @@ class GroupSearch:
         many = 4 * block.numel() > reach.numel()
         if many:
             # Ties with the k-th best, or a bank sorted by similarity: too many for a shortlist.
-            crowded = ((scores >= self.floor).sum(1) > self.room).nonzero().squeeze(1)
+            crowded = (10 * reach.sum(1) >= 9 * num_blocks).nonzero().squeeze(1)
+            count = (scores[crowded] >= self.floor[crowded]).sum(1)
+            crowded = crowded[count > self.room]
             if crowded.numel():
                 self._settle_chunk(crowded, chunk, start)
                 reach[crowded] = False
