@@ -20,8 +20,8 @@ def commands(text: str, script: str) -> list[list[str]]:
     found = []
     for block in re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S):
         for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if script in words:
+            if script in line:
+                words = shlex.split(line, comments=True)
                 found.append(words[words.index(script) + 1 :])
     return found
 
