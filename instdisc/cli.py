@@ -171,10 +171,13 @@ def from_dict(config_type: type[Config], values: Mapping[str, Any]) -> dict[str,
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The config as JSON values."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in dataclasses.asdict(config).items()
-    }
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in dataclasses.asdict(config).items()}
 
 
 def volatile_fields(config_type: type) -> set[str]:

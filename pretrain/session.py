@@ -174,8 +174,6 @@ class Session:
 
     def _check_same_run(self, state: dict[str, Any], path: Path) -> None:
         ours, theirs = to_dict(self.config), state["config"]
-        ours = {k: list(v) if isinstance(v, tuple) else v for k, v in ours.items()}
-        theirs = {k: list(v) if isinstance(v, tuple) else v for k, v in theirs.items()}
         different = [
             f"{name} was {theirs.get(name)}, is {value}"
             for name, value in ours.items()

@@ -1,12 +1,16 @@
-"""The order in which the supervised loop sees its images."""
+"""How the supervised loop sees its images: in which order, on which device, read or not."""
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from instdisc.cli import UserError
+from instdisc.run_log import LOGGER
 from instdisc.seed import generator
 
 
@@ -63,3 +67,31 @@ class EvenBatches(Sampler[list[tuple[int, int]]]):
                 first + size * (self.rank + 1) // self.world_size,
             )
             yield [(epoch, index) for index in order[mine].tolist()]
+
+
+def build_batch_loader(
+    samples: Dataset[Any], plan: Any, workers: int, device: torch.device
+) -> DataLoader[Any]:
+    """A loader over a plan of batches; results do not depend on the number of workers."""
+    return DataLoader(
+        samples,
+        batch_sampler=plan,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        prefetch_factor=4 if workers else None,
+    )
+
+
+def to_device(inputs: Tensor, device: torch.device) -> Tensor:
+    """Images in the memory layout that convolutions like; rows as they are."""
+    layout = torch.channels_last if inputs.dim() == 4 else torch.contiguous_format
+    return inputs.to(device, non_blocking=True, memory_format=layout)
+
+
+def keep_valid(errors: Sequence[str], skip_bad: bool) -> Tensor:
+    """1 for each image that could be read, 0 for the others, `(B,)`; stops unless skipping."""
+    for error in filter(None, errors):
+        if not skip_bad:
+            raise UserError(f"{error}: remove or replace it, or pass --skip-bad-images")
+        LOGGER.warning(f"left out: {error}")
+    return torch.tensor([float(not error) for error in errors])

@@ -174,7 +174,7 @@ class SemisupConfig(TransferConfig):
     )
     epochs: int = protocol_option(70, "passes over the labelled images")
     batch_size: int = protocol_option(
-        256, "images per step over all processes; all labelled images where there are fewer"
+        256, "images per step, over all processes, or all labelled ones", aliases=["-b"]
     )
     lr: float = protocol_option(0.01, "learning rate of the backbone")
     head_lr_scale: float = protocol_option(1.0, "learning rate of the classifier over --lr")
@@ -265,7 +265,7 @@ class LinearConfig(TransferConfig):
     epochs: int | None = protocol_option(
         None, "passes of sgd; 12 over 2,000 images, fewer over more: one over ImageNet"
     )
-    batch_size: int = protocol_option(256, "images per forward pass, and per step of sgd")
+    batch_size: int = protocol_option(256, "images per pass and per step", aliases=["-b"])
     lr: float = protocol_option(0.8, "of sgd, over what plain gradient descent could take")
     augment: bool = protocol_option(
         False, "random crops and flips instead of the centre crop; nothing is stored then"

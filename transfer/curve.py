@@ -47,6 +47,7 @@ def draw_curve(
 ) -> list[Path]:
     """Draws curve.png and curve.svg from all rows that belong to one figure; returns the files."""
     # Heavy to import, and not needed by anything else.
+    import matplotlib
     from matplotlib.figure import Figure
 
     lines = curve_points(rows, like, metric)
@@ -72,7 +73,7 @@ def draw_curve(
     axes.set_xlabel("labelled part of the training images")
     axes.set_ylabel(f"top-{metric.removeprefix('top')} accuracy (%)")
     trials = max(summary.count for points in lines.values() for _, summary in points)
-    spread = f", bars: deviation over {trials} trials" if trials > 1 else ""
+    spread = f", bars: std over {trials} trials" if trials > 1 else ""
     demo = "DEMO DATA, " if like.is_demo else ""
     axes.set_title(f"{demo}{like.arch} on {like.dataset}{spread}", fontsize=10)
     axes.grid(alpha=0.3)
@@ -80,6 +81,7 @@ def draw_curve(
     files = []
     for ending in ("png", "svg"):
         files.append(folder / f"curve.{ending}")
-        with atomic_file(files[-1]) as file:
+        # Text as text, so that the drawing can be searched and edited.
+        with atomic_file(files[-1]) as file, matplotlib.rc_context({"svg.fonttype": "none"}):
             figure.savefig(file, format=ending, dpi=200)
     return files

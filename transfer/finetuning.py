@@ -18,7 +18,6 @@ from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process
 from instdisc.loading import Samples
-from instdisc.metrics import top_k_accuracy
 from instdisc.results import config_hash
 from instdisc.run_log import LOGGER
 from instdisc.runs import write_json, write_text
@@ -27,7 +26,8 @@ from instdisc.subsets import LabeledSubset
 from instdisc.transforms import InputSpec, eval_transform, finetune_transform
 from instdisc.weights import TimmBackbone, Weights, open_weights
 from transfer.config import SemisupConfig
-from transfer.supervised import LoopSettings, Problem, SupervisedTrainer, predict
+from transfer.predictions import accuracy, predict
+from transfer.supervised import LoopSettings, Problem, SupervisedTrainer
 
 AnyBackbone = Backbone | TimmBackbone
 
@@ -133,6 +133,7 @@ def loop_settings(config: SemisupConfig, trial: Trial) -> LoopSettings:
         lr_factor=config.lr_factor,
         momentum=config.momentum,
         amp=config.amp,
+        skip_bad=config.skip_bad_images,
         seed=trial.seed,
         workers=config.workers,
         log_every=config.log_every,
@@ -191,10 +192,10 @@ def run_trial(
         write_text(folder / "labels.txt", trial.subset.text)
     problem = build_problem(model, trial, train, config.weight_decay, key)
     trainer = SupervisedTrainer(problem, settings, process, folder)
-    batch = min(config.batch_size, len(train))
+    steps, batch = trainer.steps_per_epoch, min(config.batch_size, len(train))
     LOGGER.info(
         f"{folder.name}: {len(train):,} labelled images of {len(train.classes)} classes, "
-        f"{config.epochs} epochs of {trainer.steps_per_epoch} steps of up to {batch} images"
+        f"{config.epochs} epochs, {steps} step{'s' * (steps > 1)} each, up to {batch} images a step"
     )
     trainer.restore()
     trainer.train()
@@ -205,9 +206,10 @@ def run_trial(
         process,
         batch_size=config.batch_size,
         workers=config.workers,
+        skip_bad=config.skip_bad_images,
     )["classifier"]
     truth = torch.from_numpy(test.labels)
-    done: dict[str, Any] = {f"top{k}": top_k_accuracy(ranked, truth, k) for k in (1, 5)}
+    done: dict[str, Any] = {f"top{k}": accuracy(ranked, truth, k) for k in (1, 5)}
     done |= {"key": key, "folder": folder.name, "initial_hash": initial}
     if process.is_main:
         write_json(folder / "result.json", done)

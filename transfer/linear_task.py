@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from instdisc import dist
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
-from instdisc.metrics import top_k_accuracy
 from instdisc.results import Result, config_hash
 from instdisc.run_log import LOGGER
 from instdisc.seed import generator
@@ -21,8 +20,9 @@ from instdisc.subsets import hold_out
 from transfer.config import LinearConfig
 from transfer.linear_svm import LOSSES, Probes, Standardizer, fit_liblinear
 from transfer.pooled import StageFeatures
+from transfer.predictions import accuracy, predict
 from transfer.probe_sources import build_source
-from transfer.supervised import LoopSettings, Problem, SupervisedTrainer, predict
+from transfer.supervised import LoopSettings, Problem, SupervisedTrainer
 from transfer.task import Task, open_task
 
 NUM_FOR_STATISTICS = (128, 1024)  # at least and at most; an eighth of the images between
@@ -131,7 +131,7 @@ class LinearProbing:
         images = train.subset(held)
         labels = torch.from_numpy(images.labels)
         ranked = self._predict(model, images)
-        scores = {name: top_k_accuracy(best, labels, 1) for name, best in ranked.items()}
+        scores = {name: accuracy(best, labels, 1) for name, best in ranked.items()}
         found = {stage: [scores[f"{stage}/{i}"] for i in range(len(costs))] for stage in stages}
         numbers = {stage: int(np.argmax(found[stage])) for stage in stages}
         return Choice(
@@ -161,6 +161,7 @@ class LinearProbing:
             lr=config.lr,
             lr_milestones=(0.6 * epochs, 0.85 * epochs),
             nesterov=True,
+            skip_bad=config.skip_bad_images,
             seed=config.seed,
             # A stored row is there at once; only images are worth a worker.
             workers=0 if self.source.is_stored else config.workers,
@@ -214,6 +215,7 @@ class LinearProbing:
             self.process,
             batch_size=self.config.batch_size,
             workers=0 if self.source.is_stored else self.config.workers,
+            skip_bad=self.config.skip_bad_images,
         )
 
     def _rows(
@@ -221,9 +223,10 @@ class LinearProbing:
     ) -> list[Result]:
         """Top-1 and top-5 of a stage."""
         labels = torch.from_numpy(val.labels)
+        readable = labels[ranked[:, 0] >= 0]
         per_class = {
-            val.classes[label]: top_k_accuracy(ranked[labels == label], labels[labels == label], 1)
-            for label in labels.unique().tolist()
+            val.classes[label]: accuracy(ranked[labels == label], labels[labels == label], 1)
+            for label in readable.unique().tolist()
         }
         details: dict[str, Any] = {
             "stage": stage,
@@ -240,7 +243,7 @@ class LinearProbing:
             self.task.result(
                 protocol=self._protocol(stage),
                 metric=f"top{k}",
-                value=top_k_accuracy(ranked, labels, k),
+                value=accuracy(ranked, labels, k),
                 images=[train, val],
                 details=details,
             )

@@ -57,6 +57,10 @@ class SemiSupervised:
         # All of them now: a fraction that cannot be drawn must not be found out after hours.
         choices: list[float | str] = [*config.labeled, *config.label_lists]
         self.subsets = [self._draw(choice) for choice in choices]
+        if config.recipe == "demo" and config.subset == "balanced":
+            LOGGER.info(
+                "demo recipe: the same number of labels for each class, not the paper's draw"
+            )
 
     def _draw(self, choice: float | str) -> list[LabeledSubset]:
         """The labelled images of every trial."""
@@ -149,7 +153,8 @@ class SemiSupervised:
                 seed=trial.seed,
             )
             rows.append(row)
-        known = {(row.details.get("key"), row.metric) for row in check_results()[0]}
+        earlier = [] if config.overwrite else check_results()[0]
+        known = {(row.details.get("key"), row.metric) for row in earlier}
         task.write_results([row for row in rows if (done["key"], row.metric) not in known])
         return rows
 

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from instdisc import dist
 from instdisc.checkpoint import load_checkpoint, save_checkpoint
 from instdisc.cli import UserError
-from instdisc.dist import Process, gather_by_index
-from instdisc.loading import sequential_plan
-from instdisc.run_log import LOGGER, MetricsLog, StepBar, progress
+from instdisc.dist import Process
+from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.schedules import step_decay
 from instdisc.seed import derive_seed
 from instdisc.signals import StopSignal
-from transfer.batches import EvenBatches
-
-TOP = 5  # ranked classes that a prediction keeps
+from transfer.batches import EvenBatches, build_batch_loader, keep_valid, to_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +41,7 @@ class LoopSettings:
     momentum: float = 0.9
     nesterov: bool = False
     amp: str = "off"
+    skip_bad: bool = False
     seed: int = 0
     workers: int = 0
     log_every: int = 10
@@ -76,23 +74,6 @@ class Problem:
     samples: Dataset[Any]
     labels: Tensor
     key: str
-
-
-def _build_loader(
-    samples: Dataset[Any], plan: Any, workers: int, device: torch.device
-) -> DataLoader[Any]:
-    return DataLoader(
-        samples,
-        batch_sampler=plan,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
-    )
-
-
-def _to_device(inputs: Tensor, device: torch.device) -> Tensor:
-    layout = torch.channels_last if inputs.dim() == 4 else torch.contiguous_format
-    return inputs.to(device, non_blocking=True, memory_format=layout)
 
 
 class SupervisedTrainer:
@@ -165,8 +146,7 @@ class SupervisedTrainer:
         """One optimiser step; this process's part of the mean loss over the batch."""
         settings, device = self.settings, self.process.device
         inputs, indices, errors = batch
-        for error in filter(None, errors):
-            raise UserError(f"{error}: remove or replace it")
+        valid = keep_valid(errors, settings.skip_bad).to(device, non_blocking=True)
         for group in self.optimizer.param_groups:
             epoch = self.step / self.steps_per_epoch
             rate = step_decay(settings.lr, epoch, settings.lr_milestones, factor=settings.lr_factor)
@@ -176,11 +156,11 @@ class SupervisedTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
         with torch.autocast(device.type, dtype, enabled=settings.amp != "off"):
-            outputs = self.parallel_model(_to_device(inputs, device))
+            outputs = self.parallel_model(to_device(inputs, device))
         labels = self.labels[indices.to(device, non_blocking=True)]
         first, last = self.plan.bounds(self.step)
         logits = {name: value.float() for name, value in outputs.items()}
-        part = self.problem.loss(logits, labels).sum() / (last - first)
+        part = (self.problem.loss(logits, labels) * valid).sum() / (last - first)
         # The processes' gradients are averaged, and their shares of a batch may differ by one.
         self.scaler.scale(part * self.process.world_size).backward()
         self.scaler.step(self.optimizer)
@@ -203,7 +183,7 @@ class SupervisedTrainer:
             rank=process.rank,
             world_size=process.world_size,
         )
-        loader = _build_loader(self.problem.samples, plan, settings.workers, process.device)
+        loader = build_batch_loader(self.problem.samples, plan, settings.workers, process.device)
         bar = StepBar(self.num_steps, self.step, plan.batch_size, enabled=process.is_main)
         saved = time.monotonic()
         self.parallel_model.train()
@@ -219,6 +199,13 @@ class SupervisedTrainer:
                     saved = time.monotonic()
                 if stopping and not ended:
                     raise stop.interrupt(self.step, self.last_checkpoint)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Gives all processes the batch-norm statistics that the checkpoint has."""
+        if self.process.world_size > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, src=0)
 
     def _share(self, loss: Tensor, stopping: bool) -> tuple[float, bool]:
         """The mean loss of the batch, and whether any process was told to stop."""
@@ -245,36 +232,3 @@ class SupervisedTrainer:
         if self.process.is_main:
             save_checkpoint(self.last_checkpoint, "train", self.state())
         dist.barrier()
-
-
-@torch.inference_mode()
-def predict(
-    model: nn.Module,
-    samples: Dataset[Any],
-    num_images: int,
-    process: Process,
-    *,
-    batch_size: int,
-    workers: int = 0,
-    title: str = "evaluating",
-) -> dict[str, Tensor]:
-    """The best classes of every image, best first, for every head: `(N, min(5, C))` by name."""
-    if num_images < process.world_size:
-        raise UserError(f"{num_images} images for {process.world_size} processes: start fewer")
-    model.eval()
-    plan = sequential_plan(num_images, batch_size, process.rank, process.world_size)
-    loader = _build_loader(samples, plan, workers, process.device)
-    ranked: list[Tensor] = []
-    places: list[Tensor] = []
-    names: list[str] = []
-    for inputs, indices, errors in progress(loader, title=title, enabled=process.is_main):
-        for error in filter(None, errors):
-            raise UserError(f"{error}: remove or replace it")
-        outputs = model(_to_device(inputs, process.device))
-        names = list(outputs)
-        best = [outputs[name].float() for name in names]
-        best = [each.topk(min(TOP, each.shape[1]), dim=1).indices for each in best]
-        ranked.append(torch.stack(best, dim=1))
-        places.append(indices.to(process.device))
-    table = gather_by_index(torch.cat(ranked), torch.cat(places), num_images).cpu()
-    return {name: table[:, number] for number, name in enumerate(names)}

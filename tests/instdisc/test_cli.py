@@ -20,6 +20,7 @@ class Example:
     rate: float = cli.option(0.5, "how fast; 100% is 1.0")
     steps: tuple[int, ...] = cli.option((1, 2), "when")
     where: Path | None = cli.option(None, "folder", volatile=True)
+    files: tuple[Path, ...] = cli.option((), "inputs")
     loud: bool = cli.option(False, "say more")
 
     def __post_init__(self) -> None:
@@ -47,7 +48,9 @@ def test_flags_win_over_config_file_over_recipe_over_defaults(tmp_path: Path) ->
 
 
 def test_a_config_written_is_a_config_read(tmp_path: Path) -> None:
-    config = Example(size="large", where=Path("a b"), loud=True, steps=())
+    config = Example(
+        size="large", where=Path("a b"), loud=True, steps=(), files=(Path("x"), Path("y"))
+    )
     (tmp_path / "config.json").write_text(json.dumps(cli.to_dict(config)))
     assert parse("--config", str(tmp_path / "config.json")) == config
 

@@ -51,4 +51,7 @@ def test_the_curve_takes_what_belongs_together(tmp_path: Path) -> None:
     }
     files = draw_curve(rows, like, tmp_path)
     assert [file.name for file in files] == ["curve.png", "curve.svg"]
-    assert "scratch" in files[1].read_text() or "<path" in files[1].read_text()
+    drawing = files[1].read_text()
+    for text in ("ours", "scratch", "1%", "10%", "top-5 accuracy (%)", "std over 2 trials"):
+        assert f"{text}<" in drawing, text
+    assert "20%<" not in drawing

@@ -20,8 +20,9 @@ from transfer.linear_svm import (
     softmax_loss,
     squared_hinge,
 )
+from transfer.predictions import predict
 from transfer.probe_sources import StoredRows
-from transfer.supervised import LoopSettings, Problem, SupervisedTrainer, predict
+from transfer.supervised import LoopSettings, Problem, SupervisedTrainer
 
 ALONE = Process(0, 1, torch.device("cpu"))
 

@@ -206,6 +206,8 @@ def test_rows_trials_and_a_second_call(tiny_network: Path, tmp_path: Path) -> No
     # Another setting is another measurement, and is not mistaken for the first.
     run_semisup(config(tmp_path / "run", lr=0.01))
     assert len(read_results()) == len(rows) + 2
+    run_semisup(config(tmp_path / "run", lr=0.01, overwrite=True))
+    assert len(read_results()) == len(rows) + 4
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         assert (tmp_path / "run" / f"curve{ending}").read_bytes().startswith(magic)
 

@@ -16,7 +16,8 @@ from instdisc.dist import Process
 from instdisc.runs import read_jsonl
 from instdisc.seed import seeded
 from transfer.batches import EvenBatches
-from transfer.supervised import LoopSettings, Problem, SupervisedTrainer, predict
+from transfer.predictions import accuracy, predict
+from transfer.supervised import LoopSettings, Problem, SupervisedTrainer
 
 ALONE = Process(0, 1, torch.device("cpu"))
 
@@ -221,6 +222,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         build(tmp_path / "a", lr=1e30).train()
     with pytest.raises(UserError, match=r"broken.jpg is bad: remove or replace it"):
         build(tmp_path / "b", bad=3).train()
+    with pytest.raises(UserError, match="--skip-bad-images"):
+        predict(Net(), Numbers(torch.arange(22) % 6, 3), 22, ALONE, batch_size=5)
     with pytest.raises(UserError, match="batches of 1 for 1 process"):
         build(tmp_path / "c", batch_size=1)
 
@@ -242,3 +245,24 @@ def test_predictions_are_ranked_and_in_order(whole: Path) -> None:
     assert (ranked["a"][:, 0] == labels).float().mean() > 0.8
     with pytest.raises(UserError, match="start fewer"):
         predict(trainer.model, Numbers(labels), 2, Process(0, 3, ALONE.device), batch_size=5)
+
+
+def test_unreadable_images_are_left_out_on_request(tmp_path: Path) -> None:
+    """Their loss counts nothing, and neither do they in the accuracy."""
+    trainer = build(tmp_path, bad=3, skip_bad=True, epochs=1, momentum=0.0)
+    trainer.parallel_model.eval()
+    inputs, labels = torch.randn(4, 6), trainer.labels
+    indices = torch.tensor([0, 3, 7, 9])
+    net = Net().eval()
+    losses = loss(net(inputs), labels[indices])
+    kept = losses[[0, 2, 3]].sum() / 7  # the first batch has seven images
+    returned = trainer.train_step((inputs, indices, ["", "broken.jpg", "", ""]))
+    assert returned.item() == pytest.approx(kept.item(), rel=1e-6)
+    samples = Numbers(labels, bad=3)
+    ranked = predict(trainer.model, samples, 22, ALONE, batch_size=5, skip_bad=True)["a"]
+    assert (ranked[3] == -1).all()
+    assert (ranked >= 0).all(dim=1).sum() == 21
+    hits = [i for i in range(22) if i != 3 and ranked[i, 0] == labels[i]]
+    assert accuracy(ranked, labels, 1) == pytest.approx(100 * len(hits) / 21)
+    with pytest.raises(UserError, match="none of the images"):
+        accuracy(torch.full((2, 5), -1), labels[:2], 1)
