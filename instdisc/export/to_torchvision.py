@@ -2,7 +2,7 @@
 
     model = torchvision.models.resnet50()
     model.fc = torch.nn.Identity()      # AlexNet and VGG16: model.classifier[6]
-    model.load_state_dict(torch.load("torchvision.pth"), strict=True)
+    model.load_state_dict(torch.load("torchvision.pth", weights_only=True), strict=True)
 
 VGG16 with batch norm is torchvision's `vgg16_bn`, bit for bit; AlexNet has no such twin there, so
 its batch norms are folded.
