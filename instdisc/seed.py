@@ -23,9 +23,25 @@ def generator(seed: int, *key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, *key))
 
 
+def seed_global(seed: int, *key: int | str) -> None:
+    """Seeds torch's global generators, of CPU and GPU, for one use.
+
+    Not with `torch.manual_seed`: it also tells accelerators that are not there, which keep a
+    formatted stack trace of each call for ever: milliseconds, and a leak, when called each step.
+    """
+    value = derive_seed(seed, *key)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
+
+
 @contextlib.contextmanager
 def seeded(seed: int, *key: int | str) -> Iterator[None]:
     """Runs the block with torch's CPU generator seeded for one use, and puts the old state back."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, *key))
+    default = torch.default_generator
+    state = default.get_state()
+    default.manual_seed(derive_seed(seed, *key))
+    try:
         yield
+    finally:
+        default.set_state(state)

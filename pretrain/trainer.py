@@ -22,7 +22,7 @@ from instdisc.loading import BatchPlan, Samples, build_loader
 from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.runs import provenance
 from instdisc.schedules import step_decay
-from instdisc.seed import derive_seed
+from instdisc.seed import seed_global
 from instdisc.signals import StopSignal
 from instdisc.transforms import pretrain_transform
 from pretrain.criterion import Criterion, initial_ratio
@@ -117,7 +117,7 @@ class Trainer:
                 warmup_epochs=config.warmup_epochs,
             )
         # Dropout draws from torch's global generator: key it by the step, like everything else.
-        torch.manual_seed(derive_seed(config.seed, "step", self.step, self.process.rank))
+        seed_global(config.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         total = torch.zeros((), device=device)

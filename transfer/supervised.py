@@ -24,7 +24,7 @@ from instdisc.cli import UserError
 from instdisc.dist import Process
 from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.schedules import step_decay
-from instdisc.seed import derive_seed
+from instdisc.seed import seed_global
 from instdisc.signals import StopSignal
 from transfer.batches import EvenBatches, build_batch_loader, keep_valid, to_device
 
@@ -152,7 +152,7 @@ class SupervisedTrainer:
             rate = step_decay(settings.lr, epoch, settings.lr_milestones, factor=settings.lr_factor)
             group["lr"] = rate * group["lr_scale"]
         # Dropout draws from torch's global generator: key it by the step, like everything else.
-        torch.manual_seed(derive_seed(settings.seed, "step", self.step, self.process.rank))
+        seed_global(settings.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
         dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
         with torch.autocast(device.type, dtype, enabled=settings.amp != "off"):
