@@ -6,6 +6,7 @@ own default, which is the paper's.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import importlib.util
@@ -14,7 +15,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -32,6 +34,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 INSTALL = "run `make setup`, or see README.md, section Install"
 
 Config = TypeVar("Config")
+_PARSED: ContextVar[list[Any] | None] = ContextVar("parsed", default=None)
 
 
 class UserError(ValueError):
@@ -50,6 +53,7 @@ def option(
     aliases: Sequence[str] = (),
     metavar: str | None = None,
     volatile: bool = False,
+    positional: bool = False,
 ) -> Any:
     """Declares a dataclass field that is also a flag.
 
@@ -60,6 +64,7 @@ def option(
         aliases: other spellings of the flag.
         metavar: placeholder in the help text.
         volatile: may change when a run is resumed, because no result depends on it.
+        positional: takes the words that follow no flag; for one tuple of strings.
     """
     metadata = {
         "help": help,
@@ -67,6 +72,7 @@ def option(
         "aliases": tuple(aliases),
         "metavar": metavar,
         "volatile": volatile,
+        "positional": positional,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -100,6 +106,10 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
     flags.sort(key=lambda flag: flag.startswith("--"))  # -a before --arch
     shown = f"{meta['help']} (default: {_describe(field.default)})".replace("%", "%%")
     kwargs: dict[str, Any] = {"dest": field.name, "help": shown, "default": argparse.SUPPRESS}
+    if meta["positional"]:
+        del kwargs["dest"]
+        group.add_argument(field.name, nargs="*", metavar=meta["metavar"], **kwargs)
+        return
     if hint is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **kwargs)
         return
@@ -235,6 +245,17 @@ def check_provenance() -> None:
         raise UserError(f"{script} is not the installed copy ({home}): pip install -e . beside it")
 
 
+@contextlib.contextmanager
+def parse_only() -> Iterator[list[Any]]:
+    """Within it a command only checks its arguments, and leaves its config in the list."""
+    parsed: list[Any] = []
+    token = _PARSED.set(parsed)
+    try:
+        yield parsed
+    finally:
+        _PARSED.reset(token)
+
+
 def run_command(
     config_type: type[Config],
     execute: Callable[[Config], int | None],
@@ -254,6 +275,9 @@ def run_command(
     try:
         check_provenance()
         config = parse(config_type, argv, prog=prog, description=description, epilog=epilog)
+        if (parsed := _PARSED.get()) is not None:
+            parsed.append(config)
+            return 0
         return execute(config) or 0
     except UserError as error:
         return refuse(error)

@@ -105,18 +105,29 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def newest_backbone() -> Path:
-    """The backbone of the pretraining run that finished last.
+def newest_backbone(arch: str | None = None) -> Path:
+    """The backbone of the pretraining run that finished last, of one architecture if it is named.
 
     Raises:
         UserError: there is none; the message has the command that makes one.
     """
+
+    def fits(path: Path) -> bool:
+        if arch is None:
+            return True
+        try:
+            return bool(json.loads((path.parent / "config.json").read_text())["arch"] == arch)
+        except (OSError, ValueError, KeyError, TypeError):  # imported, or moved: not a run's own
+            return False
+
     found = sorted(
         (runs_root() / "pretrain").glob("*/backbone.pt"), key=lambda p: p.stat().st_mtime
     )
+    found = [path for path in found if fits(path)]
     if not found:
+        kind = f"{arch} backbone" if arch else "backbone"
         raise UserError(
-            f"no backbone under {runs_root() / 'pretrain'}: "
-            "run `python pretrain/run.py --arch resnet50` first, or name one with --weights"
+            f"no {kind} under {runs_root() / 'pretrain'}: run `python pretrain/run.py "
+            f"--arch {arch or 'resnet50'}` first, or name one with --weights"
         )
     return found[-1]

@@ -18,6 +18,7 @@ from transfer.detection.proposals import (
     from_detectron_pkl,
     from_mat,
     make_proposals,
+    proposal_file,
     read_proposals,
     recall,
     write_proposals,
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "check":
             proposals = read_proposals(args.file)
         else:
-            out = args.out or _default_out(args)
+            source = args.mode if args.command == "make" else "imported"
+            out = args.out or proposal_file(split, source)
             if args.command == "make":
                 proposals = make_proposals(split, out, args.workers, args.mode)
             else:
@@ -78,11 +80,6 @@ def _build_parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", parents=[shared], help="check a file, print its recall")
     check.add_argument("file", type=Path, metavar="FILE")
     return parser
-
-
-def _default_out(args: argparse.Namespace) -> Path:
-    source = args.mode if args.command == "make" else "imported"
-    return Path("runs") / "proposals" / f"voc_{args.year}_{args.split}_{source}.pkl"
 
 
 def _import_files(files: Sequence[Path], ids: Sequence[str]) -> Proposals:

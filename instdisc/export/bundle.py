@@ -19,7 +19,8 @@ FORMAT = "instdisc/export/1"
 REPORT = "report.json"
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -87,7 +88,7 @@ def _report(source: Source, weights: Path, entries: dict[str, Any]) -> dict[str,
 
 def _entry(check: Verification, folder: Path, files: set[Path]) -> dict[str, Any]:
     return {
-        "files": {path.relative_to(folder).as_posix(): _hash_file(path) for path in sorted(files)},
+        "files": {path.relative_to(folder).as_posix(): hash_file(path) for path in sorted(files)},
         "library": check.library,
         "num_tensors": check.num_tensors,
         "largest_difference": check.largest_difference,

@@ -113,7 +113,7 @@ def from_detectron_pkl(path: Path, ids: Sequence[str] | None = None) -> Proposal
         path: pickled dict with boxes, ids or indexes, scores or objectness_logits.
         ids: the images wanted, in order; also tells what a number such as 5 stands for ("000005").
     """
-    content = _load_pickle(path)
+    content = load_plain_pickle(path)
     if not isinstance(content, dict):
         raise UserError(f"{path} is no proposal file: expected a pickled dict")
     numbers = content.get("ids", content.get("indexes"))
@@ -251,7 +251,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _load_pickle(path: Path) -> Any:
+def load_plain_pickle(path: Path) -> Any:
     """Numbers, strings, lists, dicts and arrays from a pickle; refuses all else."""
     try:
         with path.open("rb") as stream:

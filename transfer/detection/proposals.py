@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from instdisc.cli import UserError
+from instdisc.runs import runs_root
 from transfer.detection.average_precision import box_iou
 from transfer.detection.proposal_files import (
     Array,
@@ -31,7 +32,7 @@ from transfer.detection.proposal_files import (
     read_proposals,
     write_proposals,
 )
-from transfer.detection.voc import Record, VocSplit
+from transfer.detection.voc import Record, VocSplit, fingerprint
 
 __all__ = [
     "Proposals",
@@ -40,6 +41,7 @@ __all__ = [
     "from_detectron_pkl",
     "from_mat",
     "make_proposals",
+    "proposal_file",
     "read_proposals",
     "recall",
     "selective_search",
@@ -84,6 +86,18 @@ def selective_search(image: NDArray[np.uint8], mode: Mode = "fast") -> Array:
     boxes = found[np.argsort(place, kind="stable")]
     boxes[:, 2:] += boxes[:, :2]
     return boxes.astype(np.float32)
+
+
+def proposal_file(split: VocSplit, source: str = "fast") -> Path:
+    """Where the proposals of a split are kept unless another file is named.
+
+    Args:
+        split: whose images.
+        source: the mode of the search, or `imported`.
+    """
+    key = fingerprint(split)[:8]  # other images of the same name have other proposals
+    name = f"voc_{split.year}_{split.split}_{source}_{key}.pkl"
+    return runs_root() / "proposals" / name
 
 
 def make_proposals(
