@@ -25,6 +25,9 @@ beside it stay as they are given. The same command again goes on where a stopped
 
 def execute(config: DetectConfig) -> int:
     """Runs the task; Detectron2 is imported here so that --help is quick."""
+    from transfer.detection.logs import quiet_libraries
+
+    quiet_libraries()  # before Detectron2 is imported, which warns already then
     from transfer.detection.launch import launch
 
     launch(config)

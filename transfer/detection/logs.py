@@ -1,6 +1,7 @@
 """Whose lines go where: ours to the screen and the file, Detectron2's to the file."""
 
 import logging
+import warnings
 from pathlib import Path
 
 from instdisc.run_log import LOGGER, setup_logging
@@ -19,3 +20,10 @@ def route_logs(file: Path, *, is_main: bool) -> None:
                 logger.addHandler(handler)
         if not logger.handlers:
             logger.addHandler(logging.NullHandler())
+
+
+def quiet_libraries() -> None:
+    """Keeps back what torch says about Detectron2's code, which no user of ours can change."""
+    warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+    warnings.filterwarnings("ignore", message="torch.meshgrid")
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
