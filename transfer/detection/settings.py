@@ -13,11 +13,14 @@ INIT = re.compile(r"ours|scratch|supervised:.+")
 
 
 def find_config(named: Path) -> Path:
-    """A YAML file; or, where there is no such file, the one of detection_configs with that name."""
+    """A YAML file; `NAME` and `detection_configs/NAME.yaml` are found from any folder."""
     if named.is_file():
         return named
     shipped = Path(str(files("detection_configs")))
-    if named.parent == Path() and (shipped / named.with_suffix(".yaml").name).is_file():
+    if (
+        named.parent in (Path(), Path(shipped.name))
+        and (shipped / named.with_suffix(".yaml").name).is_file()
+    ):
         return shipped / named.with_suffix(".yaml").name
     known = sorted(p.stem for p in shipped.glob("fast*.yaml"))
     raise UserError(f"--cfg {named}: no such file: give a path, or one of {', '.join(known)}")

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ WRITTEN = ("config.json", "log.txt", "metrics.jsonl", "last.pt", "backbone.pt")
 
 def run(cwd: Path, repo: Path, command: str) -> str:
     """Runs `python script flags` from another folder, with every core, as a user would."""
-    script, *flags = command.split()[1:]
+    script, *flags = shlex.split(command)[1:]
     env = {k: v for k, v in os.environ.items() if k not in ("INSTDISC_RUNS", "OMP_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, str(repo / script), *flags],
@@ -49,6 +52,33 @@ def test_the_first_command_verbatim_then_export(home: Path, repo: Path) -> None:
     assert (folder / "export" / "report.json").exists()
 
 
+def test_the_second_command_verbatim(home: Path, repo: Path) -> None:
+    said = run(home, repo, "python transfer/semisup.py --labeled 0.01")
+    assert "DEMO DATA" in said
+    rows = results(home, "semisup")
+    assert {row["metric"] for row in rows} >= {"top1", "top5"}
+    assert {row["dataset"] for row in rows} == {"demo"}
+
+
+def test_the_third_command_verbatim(home: Path, repo: Path) -> None:
+    said = run(home, repo, "python transfer/detect.py --cfg detection_configs/faster_r50.yaml")
+    assert "DEMO DATA" in said
+    count = re.search(r"(\d+) of (\d+) tensors of resnet50 arrived", said)
+    assert count is not None
+    assert count[1] == count[2]
+    assert re.search(r"mAP \d+\.\d+ \(demo\)", said)
+    rows = results(home, "detect")
+    assert {row["dataset"] for row in rows} == {"demo"}
+    assert 0 <= rows[0]["value"] <= 100
+    folder = home / "runs" / "detect" / "faster_r50-ours" / "trial-0"
+    assert len(list((folder / "pictures").glob("*.png"))) == 8
+
+
+def results(home: Path, task: str) -> list[dict[str, Any]]:
+    rows = map(json.loads, (home / "runs" / "results.jsonl").open())
+    return [row for row in rows if row["task"] == task]
+
+
 @pytest.mark.parametrize("arch", ["alexnet", "vgg16", "resnet18"])
 def test_the_other_networks_train_on_the_demo_images(home: Path, repo: Path, arch: str) -> None:
     said = run(home, repo, f"python pretrain/run.py --arch {arch} --epochs 1 --save-minutes 60")
@@ -61,3 +91,16 @@ def test_the_other_networks_train_on_the_demo_images(home: Path, repo: Path, arc
         if "loss" in row
     ]
     assert max(losses) < 30, "diverged"
+
+
+@pytest.mark.parametrize(
+    ("config", "arch"),
+    [("fast_alexnet", "alexnet"), ("fast_vgg16", "vgg16"), ("faster_r18", "resnet18")],
+)
+def test_the_other_detectors_run_the_same_way(
+    home: Path, repo: Path, config: str, arch: str
+) -> None:
+    flags = "--pictures 1 SOLVER.MAX_ITER 2"
+    said = run(home, repo, f"python transfer/detect.py --cfg {config} {flags}")
+    assert f"tensors of {arch} arrived" in said
+    assert "(demo)" in said
