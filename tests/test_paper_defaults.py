@@ -1,10 +1,18 @@
 """A default that the paper states, or that its authors' code uses, has a line here."""
 
+import dataclasses
 import math
 
 import pytest
 
 from pretrain.config import RECIPES, PretrainConfig
+from transfer.config import (
+    PAPER_NUM_NEIGHBORS,
+    KnnConfig,
+    LinearConfig,
+    RetrieveConfig,
+    SemisupConfig,
+)
 
 PAPER = {
     "temperature": 0.07,  # section 4.1: "tau = 0.07"
@@ -55,3 +63,26 @@ def test_the_learning_rate_falls_where_the_paper_says() -> None:
     }
     for epoch, rate in {0: 0.03, 119: 0.03, 120: 0.003, 159: 0.003, 160: 3e-4, 199: 3e-4}.items():
         assert math.isclose(rates[epoch], rate), epoch
+
+
+TRANSFER = {
+    KnnConfig: {"temperature": 0.07},  # section 3.4
+    SemisupConfig: {
+        "epochs": 70,  # section 4.3, and the three below
+        "lr": 0.01,
+        "lr_milestones": (30, 60),
+        "lr_factor": 0.1,
+        "head_lr_scale": 1.0,  # everything is trained alike
+        "subset": "random",
+        "init": ("pretrained",),
+    },
+    LinearConfig: {"loss": "hinge"},  # section 4.2: a linear SVM
+    RetrieveConfig: {"num_neighbors": 10},  # figure 5
+}
+
+
+@pytest.mark.parametrize("command", TRANSFER)
+def test_a_readouts_default_is_the_papers(command: type) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(command)}
+    assert {name: defaults[name] for name in TRANSFER[command]} == TRANSFER[command]
+    assert PAPER_NUM_NEIGHBORS == 200
