@@ -218,7 +218,7 @@ def parse(
 ) -> Config:
     """Flags -> config. `config_type.recipe_defaults(given)` may supply defaults for the rest."""
     parser = build_parser(config_type, prog=prog, description=description, epilog=epilog)
-    given = vars(parser.parse_args(argv))
+    given = vars(parser.parse_intermixed_args(argv))
     for name, value in given.items():
         given[name] = tuple(value) if isinstance(value, list) else value
     if "config" in given:

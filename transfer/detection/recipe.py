@@ -53,6 +53,8 @@ def read_config(file: Path, opts: Sequence[str] = (), *, demo: bool = False) -> 
     if demo and "SOLVER.STEPS" not in opts:
         cfg.SOLVER.STEPS = (max(1, round(0.8 * cfg.SOLVER.MAX_ITER)),)
     scale_to_batch(cfg, opts)
+    # A drop at or after the end changes nothing, and Detectron2's scheduler refuses some of them.
+    cfg.SOLVER.STEPS = tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
     return cfg
 
 

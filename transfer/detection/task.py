@@ -78,6 +78,8 @@ def _open(config: DetectConfig, process: Process, folder: Path) -> Study:
         )
     cfg = recipe.read_config(find_config(config.cfg), config.opts, demo=source.is_demo)
     arch = recipe.arch_of(cfg)
+    for split in source.splits((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)):
+        assert split.ids  # a missing data set is told before any work is done
     if process.is_main:  # the first process converts and makes proposals, the others find them
         initial = prepare(config.init, config.weights, arch, folder)
         data = load_voc_data(cfg, source, make_missing=config.make_proposals or source.is_demo)

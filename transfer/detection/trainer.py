@@ -70,9 +70,10 @@ class DetectionTrainer(SimpleTrainer):
         """Trains from an iteration to the end; leaves model_final.pth."""
         folder = Path(self.cfg.OUTPUT_DIR)
         rank, world_size = self.process.rank, self.process.world_size
-        self.data_loader = build_train_loader(
-            self.cfg, self.data, self.seed, start, rank, world_size
-        )
+        loader = build_train_loader(self.cfg, self.data, self.seed, start, rank, world_size)
+        # Opened here: a loader that is opened draws from torch's generator, and in the first
+        # iteration that would be one draw more than in an undisturbed run.
+        self._batches = map(check_readable, iter(loader))
         with StopSignal() as stop:
             own: list[HookBase] = [hooks.IterationTimer()]
             if self.cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.detector):
@@ -105,8 +106,6 @@ class DetectionTrainer(SimpleTrainer):
     @property
     def _data_loader_iter(self) -> Any:
         """The batches, with unreadable images told in one line."""
-        if self._batches is None:
-            self._batches = (check_readable(batch) for batch in self.data_loader)
         return self._batches
 
 

@@ -177,4 +177,5 @@ def test_trials_give_rows_that_group(
     rows = [json.loads(line) for line in (tmp_path / "runs" / "results.jsonl").open()]
     assert {row["seed"] for row in rows} == {0, 1}
     assert len({row["config_hash"] for row in rows}) == 1
-    assert not check_results(tmp_path / "runs" / "results.jsonl")
+    results, complaints = check_results(tmp_path / "runs" / "results.jsonl")
+    assert (len(results), complaints) == (8, [])

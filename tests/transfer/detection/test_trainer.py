@@ -15,7 +15,7 @@ import pytest
 import torch
 from detectron2.utils import comm
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from instdisc import dist
 from instdisc.cli import UserError
@@ -209,7 +209,9 @@ def test_two_processes_train_and_agree(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     backbone = backbone_file("resnet18")
-    spawn(_train_rank, (port, tmp_path, scenes, backbone), nprocs=2)
+    # Forked: a fresh interpreter could not import this file.
+    arguments = (port, tmp_path, scenes, backbone)
+    start_processes(_train_rank, arguments, nprocs=2, start_method="fork")
     (first, images), (second, none) = (
         torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)
     )
