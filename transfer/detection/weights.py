@@ -27,7 +27,7 @@ from instdisc.importers.api import import_checkpoint
 from instdisc.run_log import LOGGER
 from instdisc.runs import newest_backbone
 from instdisc.weights import open_weights
-from transfer.detection.proposal_files import load_plain_pickle
+from transfer.detection.plain_pickle import load_plain_pickle
 
 # Where a detector keeps the layers of a backbone; C4 heads have res5, FPN's bottom-up has all.
 PLACES = ("backbone.bottom_up.", "backbone.", "roi_heads.")
