@@ -14,6 +14,7 @@ from typing import Any
 from instdisc.cli import UserError
 from instdisc.runs import provenance, runs_root
 
+PERCENTAGES = ("top", "ap", "precision")  # metrics whose names begin so
 # What makes two rows repetitions of one measurement: everything but the seed.
 SAME = ("task", "protocol", "arch", "weights", "dataset", "data_fingerprint", "metric")
 
@@ -104,6 +105,8 @@ def _parse(line: str) -> Result:
             raise ValueError(f"{name} has the wrong type")
     if not math.isfinite(values["value"]):
         raise ValueError("value is not a finite number")
+    if values["metric"].startswith(PERCENTAGES) and not 0 <= values["value"] <= 100:
+        raise ValueError(f"{values['metric']} is {values['value']}, not a percentage")
     return Result(**values)
 
 
@@ -115,8 +118,26 @@ def read_results(path: Path | None = None) -> list[Result]:
     """
     results, problems = check_results(path)
     if problems:
-        raise UserError(f"{path or results_file()}: {problems[0]}: repair or remove that line")
+        raise UserError(
+            f"{path or results_file()}: {problems[0]}: python transfer/report.py --repair"
+        )
     return results
+
+
+def _split(content: bytes) -> tuple[list[Result], list[tuple[int, bytes, str]]]:
+    """The good rows; and of each bad line its number, its bytes, and what is wrong with it."""
+    results, bad = [], []
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            results.append(_parse(line.decode("utf-8")))
+        except (ValueError, RecursionError) as error:
+            # No newline behind it: its writer died, or a copy was cut.
+            cut = "cut short: " if number == len(lines) else ""
+            bad.append((number, line, f"line {number}: {cut}{error}"))
+    return results, bad
 
 
 def check_results(path: Path | None = None) -> tuple[list[Result], list[str]]:
@@ -124,15 +145,44 @@ def check_results(path: Path | None = None) -> tuple[list[Result], list[str]]:
     path = path or results_file()
     if not path.exists():
         return [], []
-    results, problems = [], []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if line:
-            try:
-                results.append(_parse(line))
-            except (ValueError, RecursionError) as error:
-                problems.append(f"line {number}: {error}")
-    return results, problems
+    with path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # not while somebody is writing a line
+        content = file.read()
+    results, bad = _split(content)
+    return results, [problem for _, _, problem in bad]
+
+
+def repair_results(path: Path | None = None) -> list[str]:
+    """Moves bad lines to a file beside it, `results.jsonl.damaged`; returns what was wrong.
+
+    In place and under the writers' lock: a writer that waits for it has this very file open, and
+    its rows would be lost with a file that was replaced.
+    """
+    path = path or results_file()
+    if not path.exists():
+        return []
+    with path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        content = file.read()
+        _, bad = _split(content)
+        if bad:
+            with path.with_name(path.name + ".damaged").open("ab") as kept:
+                kept.writelines(line + b"\n" for _, line, _ in bad)
+                kept.flush()
+                os.fsync(kept.fileno())
+        numbers = {number for number, _, _ in bad}
+        lines = enumerate(content.split(b"\n"), start=1)
+        good = b"".join(line + b"\n" for number, line in lines if line and number not in numbers)
+        if good != content:
+            pairs = zip(good, content, strict=False)
+            differing = (number for number, (one, other) in enumerate(pairs) if one != other)
+            start = next(differing, min(len(good), len(content)))
+            file.seek(start)  # what stands before the first bad line is not touched
+            file.write(good[start:])
+            file.truncate()
+            file.flush()
+            os.fsync(file.fileno())
+    return [problem for _, _, problem in bad]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 (nothing)             the newest pretraining run
 runs/pretrain/x       a run folder; or a backbone.pt, ours or imported
 random:resnet50       random initialisation, seed 0; random:resnet50:3 is seed 3
+data-init:resnet50    data-dependent initialisation from a few images; data-init:resnet50:3
 timm:resnet50.a1_in1k any timm model, with timm's pretrained weights; timm:local-dir:DIR too
 """
 
@@ -22,6 +23,7 @@ from instdisc.backbones import (
 )
 from instdisc.checkpoint import load_checkpoint, weights_hash
 from instdisc.cli import UserError
+from instdisc.data_init import initialize_from_data
 from instdisc.runs import newest_backbone
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec
@@ -93,16 +95,24 @@ class Weights:
         return (self.pretraining.get("config") or {}).get("data")
 
 
-def _open_random(text: str) -> Weights:
+def _open_random(text: str, data: str | None, kind: str = "random") -> Weights:
     arch, _, seed = text.partition(":")
     if seed and not seed.isdecimal():
-        raise UserError(f"random:{text}: write random:ARCH or random:ARCH:SEED")
+        raise UserError(f"{kind}:{text}: write {kind}:ARCH or {kind}:ARCH:SEED")
     with seeded(int(seed or 0), "random"):
         model = Embedding(build_backbone(arch))
-    return Weights(f"random:{text}", model.backbone, model, InputSpec(), {})
+    return Weights(f"{kind}:{text}", model.backbone, model, InputSpec(), {})
 
 
-def _open_timm(name: str) -> Weights:
+def _open_data_init(text: str, data: str | None) -> Weights:
+    weights = _open_random(text, data, "data-init")
+    assert weights.embedding is not None
+    seed = int(text.partition(":")[2] or 0)
+    initialize_from_data(weights.embedding, weights.spec, data=data, seed=seed)
+    return weights
+
+
+def _open_timm(name: str, data: str | None) -> Weights:
     backbone = TimmBackbone(name)
     config = backbone.config
     spec = InputSpec(
@@ -114,17 +124,28 @@ def _open_timm(name: str) -> Weights:
     return Weights(f"timm:{name}", backbone, None, spec, {})
 
 
-def open_weights(name: str | Path | None = None) -> Weights:
-    """Opens a network by name, in eval mode; see the module's docstring for the names."""
-    makers: dict[str, Callable[[str], Weights]] = {"random": _open_random, "timm": _open_timm}
+def open_weights(name: str | Path | None = None, *, data: str | None = None) -> Weights:
+    """Opens a network by name, in eval mode; see the module's docstring for the names.
+
+    Args:
+        name: what `--weights` says.
+        data: what `--data` says, for initialisation from images.
+    """
+    makers: dict[str, Callable[[str, str | None], Weights]] = {
+        "random": _open_random,
+        "data-init": _open_data_init,
+        "timm": _open_timm,
+    }
     kind, _, rest = str(name or "").partition(":")
     if kind in makers:
-        weights = makers[kind](rest)
+        weights = makers[kind](rest, data)
     else:
         path = newest_backbone() if name is None else Path(name)
         path = path / "backbone.pt" if path.is_dir() else path
         if not path.exists():
-            raise UserError(f"--weights {name}: no such run, file, random:ARCH or timm:NAME")
+            raise UserError(
+                f"--weights {name}: no such run, file, random:ARCH, data-init:ARCH or timm:NAME"
+            )
         payload = load_checkpoint(path, "backbone")
         model = restore_backbone(payload)
         weights = Weights(
@@ -145,7 +166,8 @@ def load_backbone(weights: str | Path | None = None) -> Backbone | TimmBackbone:
     """Loads a backbone in eval mode: the one door for outsiders.
 
     Args:
-        weights: a backbone.pt, a run folder, `random:ARCH`, `timm:NAME`; None for the newest run.
+        weights: a backbone.pt, a run folder, `random:ARCH`, `data-init:ARCH`, `timm:NAME`; None
+            for the newest run.
 
     Returns:
         The backbone without its projection: `model(images)` gives `(B, feature_dim)`,

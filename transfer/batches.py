@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from instdisc.cli import UserError
 from instdisc.run_log import LOGGER
 from instdisc.seed import generator
+from instdisc.signals import leave_signals_to_parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +78,10 @@ def build_batch_loader(
         samples,
         batch_sampler=plan,
         num_workers=workers,
+        collate_fn=getattr(samples, "collate", None),
         pin_memory=device.type == "cuda",
         prefetch_factor=4 if workers else None,
+        worker_init_fn=leave_signals_to_parent,
     )
 
 

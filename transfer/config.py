@@ -35,7 +35,7 @@ class TransferConfig:
 
     weights: str | None = network_option(
         None,
-        "a run folder, a backbone.pt, random:ARCH, random:ARCH:SEED or timm:NAME; "
+        "a run folder, a backbone.pt, random:ARCH[:SEED], data-init:ARCH[:SEED] or timm:NAME; "
         "the newest pretraining run if not given",
         metavar="NAME",
     )

@@ -31,7 +31,7 @@ def is_demo(weights: str | None, data: str | None) -> bool:
     """Whether a transfer command with these arguments will work on the embedded images."""
     if data is not None or os.environ.get("INSTDISC_DATA"):
         return locate_data(data).is_demo
-    if str(weights or "").partition(":")[0] in ("random", "timm"):
+    if str(weights or "").partition(":")[0] in ("random", "data-init", "timm"):
         return True
     # What a network was pretrained on is written in its file, which torch must read.
     from instdisc.weights import open_weights

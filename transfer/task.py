@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from instdisc import dist
 from instdisc.cli import UserError, to_dict, volatile_fields
@@ -20,6 +21,7 @@ from instdisc.run_log import LOGGER, setup_logging
 from instdisc.runs import runs_root, write_json
 from instdisc.weights import Weights, open_weights
 from transfer.config import TransferConfig
+from transfer.study_config import NOT_DECISIVE
 
 DEMO_BANNER = """
 ************************************************************************
@@ -114,14 +116,37 @@ class Task:
             value=value,
             seed=self.config.seed,
             config_hash=config_hash({"task": self.name, **kept}),
-            details=dict(details or {}),
+            details={**self._facts, **(details or {})},
         )
+
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What a reader of any row may ask: its folder, its device, what the network has seen."""
+        device = self.process.device
+        return {
+            "folder": os.path.relpath(self.output, runs_root()),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "pretraining": pretraining_facts(self.weights.pretraining),
+        }
 
     def write_results(self, results: Sequence[Result]) -> None:
         """Appends rows to the results of the runs folder, by the first process."""
         if self.is_main and results:
             path = append_results(results)
             LOGGER.info(f"{len(results)} result rows added to {path}")
+
+
+def pretraining_facts(pretraining: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells two pretrainings apart: settings, data set, and how far they came.
+
+    Rows that agree in all of it but the seed are repetitions of one measurement.
+    """
+    settings = pretraining.get("config") or {}
+    facts = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
+    for name in ("dataset", "data_fingerprint", "epoch", "imported_from", "sha256"):
+        if name in pretraining:
+            facts[name] = pretraining[name]
+    return facts
 
 
 def joint_fingerprint(images: Sequence[ImageSet]) -> str:
@@ -161,7 +186,7 @@ def open_task(name: str, config: TransferConfig) -> Task:
     """Opens network, data location and run folder; says what it found."""
     process = init_process(config.device)
     setup_logging(None, is_main=process.is_main)
-    weights = open_weights(config.weights)
+    weights = open_weights(config.weights, data=config.data)
     task = Task(name, config, process, weights, find_location(config.data, weights))
     for module in (weights.backbone, weights.embedding):
         if module is not None:

@@ -13,6 +13,7 @@ from instdisc.results import (
     check_results,
     config_hash,
     read_results,
+    repair_results,
     results_file,
     summarize,
 )
@@ -92,3 +93,58 @@ def test_repetitions_are_averaged_and_protocols_never_mix() -> None:
 def test_the_config_hash_does_not_depend_on_order() -> None:
     assert config_hash({"a": 1, "b": Path("x")}) == config_hash({"b": Path("x"), "a": 1})
     assert config_hash({"a": 1}) != config_hash({"a": 2})
+
+
+def test_a_cut_last_line_is_reported_then_moved_away(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_results([result(seed=s) for s in range(3)], path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
+    rows, problems = check_results(path)
+    assert [row.seed for row in rows] == [0, 1]
+    assert len(problems) == 1
+    assert problems[0].startswith("line 3: cut short: ")
+    assert repair_results(path) == problems
+    assert check_results(path) == (rows, [])
+    lines = whole.split(b"\n")
+    assert path.read_bytes() == lines[0] + b"\n" + lines[1] + b"\n"
+    assert path.with_name("results.jsonl.damaged").read_bytes() == lines[2][:-39] + b"\n"
+    assert repair_results(path) == []
+
+
+def test_repair_keeps_what_stands_behind_a_bad_line_and_ends_every_line(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_results([result(seed=0)], path)
+    with path.open("ab") as file:
+        file.write(b'{"task": "kn\xff')
+    append_results([result(seed=1)], path)
+    path.write_bytes(path.read_bytes()[:-1])  # whole, but for its newline
+    assert len(repair_results(path)) == 1
+    assert [row.seed for row in read_results(path)] == [0, 1]
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def _repair_often(path: Path) -> None:
+    for _ in range(100):
+        repair_results(path)
+
+
+def test_repairing_while_others_write_loses_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b"broken\n")
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_append, args=(path, i)) for i in range(3)]
+    workers.append(context.Process(target=_repair_often, args=(path,)))
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert sorted(row.seed for row in read_results(path)) == list(range(150))
+
+
+def test_a_percentage_beyond_its_range_is_a_problem(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_results([result(value=100.5), result(value=-0.1), result(value=100.0)], path)
+    rows, problems = check_results(path)
+    assert [row.value for row in rows] == [100.0]
+    assert len(problems) == 2

@@ -77,6 +77,7 @@ class VocData:
         class_names: category id -> name.
         train: records to learn from, with proposals where the detector needs them.
         test: records to evaluate on.
+        num_listed: training images with those that have no object to learn, which `train` lacks.
         fingerprint: SHA-256 over the lists and annotations of both.
         splits: what rows call them: "voc07-trainval -> voc07-test".
     """
@@ -85,6 +86,7 @@ class VocData:
     class_names: tuple[str, ...]
     train: list[dict[str, Any]]
     test: list[dict[str, Any]]
+    num_listed: int
     fingerprint: str
     splits: str
 
@@ -128,6 +130,7 @@ def load_voc_data(cfg: CfgNode, source: VocSource, *, make_missing: bool) -> Voc
         class_names=names,
         train=learnt,
         test=[record for split in test for record in records[split]],
+        num_listed=sum(len(records[split]) for split in train),
         fingerprint=digest.hexdigest(),
         splits=f"{_shown(train)} -> {_shown(test)}",
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import statistics
 from pathlib import Path
@@ -23,7 +24,7 @@ from transfer.detection.logs import route_logs
 from transfer.detection.settings import DetectConfig, find_config
 from transfer.detection.trainer import DetectionTrainer
 from transfer.detection.weights import Initial, load_backbone_weights, prepare
-from transfer.task import DEMO_BANNER
+from transfer.task import DEMO_BANNER, pretraining_facts
 
 METRIC = "ap50_11point"
 
@@ -39,6 +40,12 @@ class Study:
     initial: Initial
     arch: str
     folder: Path
+
+    @property
+    def protocol(self) -> str:
+        """The config, the images, and what the command line changed of the config."""
+        changed = " ".join(self.config.opts)
+        return f"{self.config.cfg.stem}, {self.data.splits}" + (f", {changed}" if changed else "")
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -170,7 +177,17 @@ def _evaluate(
     save_evaluation(folder, found, values, result, split)
     LOGGER.info(f"\n{table(values, result)}")
     draw_detections(folder / "pictures", trainer.detector, cfg, study.data, study.config.pictures)
-    rows = _rows(study, values, seed, {"per_class": per_class(result)})
+    details = {
+        "per_class": per_class(result),
+        "num_train": study.data.num_listed,
+        "num_test": len(study.data.test),
+        "iterations": cfg.SOLVER.MAX_ITER,
+        "init": study.config.init.partition(":")[0],
+        "folder": os.path.relpath(folder, runs_root()),
+        "device": str(study.process.device),
+        "pretraining": pretraining_facts(study.initial.pretraining),
+    }
+    rows = _rows(study, values, seed, details)
     path = append_results(rows)
     write_json(folder / "result.json", {"values": values, "per_class": per_class(result)})
     LOGGER.info(f"mAP {values[METRIC]:.2f} (seed {seed}); rows added to {path}; files in {folder}")
@@ -189,7 +206,7 @@ def _rows(
     return [
         Result(
             task="detect",
-            protocol=f"{study.config.cfg.stem}, {study.data.splits}",
+            protocol=study.protocol,
             arch=study.arch,
             weights=study.initial.name,
             weights_hash=study.initial.hash,
@@ -199,7 +216,7 @@ def _rows(
             value=value,
             seed=seed,
             config_hash=config_hash({"task": "detect", **kept, **study.identity}),
-            details={**details, "iterations": study.cfg.SOLVER.MAX_ITER},
+            details=details,
         )
         for metric, value in values.items()
     ]

@@ -7,6 +7,7 @@ Here a run prints "n of n tensors", and fewer than all end it.
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,14 @@ class Initial:
         name: what results call it.
         hash: SHA-256 of its tensors; empty for scratch.
         folder: holds detectron2.pkl and detectron2.yaml; None for scratch.
+        pretraining: what is known of how it was made.
         notes: what a reader should know, a line each.
     """
 
     name: str
     hash: str
     folder: Path | None
+    pretraining: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -96,7 +99,7 @@ def prepare(init: str, weights: str | None, arch: str, output: Path) -> Initial:
         folder.mkdir(parents=True, exist_ok=True)
         save_detectron2(folder, source)
         LOGGER.info(f"converted for Detectron2: {verify_target(folder, 'detectron2', source)}")
-    return Initial(opened.name, opened.hash, folder, notes)
+    return Initial(opened.name, opened.hash, folder, opened.pretraining, notes)
 
 
 def _is_export_of(folder: Path, source: Source) -> bool:

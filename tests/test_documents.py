@@ -1,0 +1,236 @@
+"""Every result in the documents can be traced to a file of docs/results/ or to a cited source.
+
+A comment before a paragraph, list or table says where its numbers come from:
+
+    <!-- from docs/results/NAME.json -->     all of them stand in that file; or in: a.json, b.jsonl
+    <!-- from transfer/paper_numbers.py -->  all of them are published ones
+    <!-- source: WORDS -->                   numbers of others; the words say whose
+    <!-- settings -->                        numbers that were chosen, not measured
+
+With `, section` at its end a comment holds to the next heading. What counts as a number is one with
+decimals or a percent sign, outside code.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from instdisc.cli import build_parser
+from pretrain.config import PretrainConfig
+from transfer import paper_numbers
+from transfer.config import SemisupConfig
+from transfer.detection.settings import DetectConfig
+from transfer.study_config import ReportConfig, SuiteConfig
+
+REPO = Path(__file__).resolve().parents[1]
+# Documents whose numbers are all accounted for. Those that are not marked yet are not here.
+DOCUMENTS = [
+    "docs/architecture.md",
+    "docs/data.md",
+    "docs/reproduce.md",
+    *sorted(f"docs/results/{p.name}" for p in REPO.glob("docs/results/*.md")),
+]
+COMMENT = re.compile(r"<!--\s*(from|source:|settings)\s*(.*?)\s*-->", re.S)
+NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])|(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?=\s?%)")
+# Places and versions, not results.
+NO_RESULT = re.compile(
+    r"\b(sections?|Python|version|CUDA|torch)\s+\d[\d.]*(\s*(,|and|or|to)\s*\d[\d.]*)*"
+)
+
+
+class Block(NamedTuple):
+    line: int
+    text: str
+    kind: str | None  # from, source:, settings; None where nothing is said
+    words: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Paragraphs, lists and tables with the comment that holds for them; code is left out."""
+    text = re.sub(r"^```.*?^```$", lambda m: "\n" * m.group().count("\n"), text, flags=re.M | re.S)
+    said: tuple[str | None, str] = (None, "")
+    in_section: tuple[str | None, str] = (None, "")
+    line = 1
+    for part in re.split(r"(\n[ \t]*\n)", text):
+        body = part.strip()
+        if body.startswith("#"):
+            in_section = said = (None, "")
+        found = COMMENT.fullmatch(body) or COMMENT.match(body)
+        if found:
+            kind, words = found[1], found[2]
+            if words.endswith("section") or (kind == "settings" and "section" in words):
+                in_section = (kind, words.removesuffix("section").rstrip(" ,"))
+            else:
+                said = (kind, words)
+            body = body[found.end() :].strip()
+        if body:
+            yield Block(line, body, *(said if said[0] else in_section))
+            said = (None, "")
+        line += part.count("\n")
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a block that look like results."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    text = re.sub(r"`[^`]*`", "", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return [match.group().replace(",", "") for match in NUMBER.finditer(NO_RESULT.sub("", text))]
+
+
+def stored_numbers(value: Any) -> Iterator[float]:
+    """All numbers in a JSON value; not those in strings, which are hashes and times."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def read_numbers(name: str, repo: Path = REPO) -> list[float]:
+    """The numbers of a .json or .jsonl file, or the published ones."""
+    if name == "transfer/paper_numbers.py":
+        tables = (v for k, v in vars(paper_numbers).items() if k.isupper())
+        rows = [row for table in tables if isinstance(table, tuple) for row in table]
+        found = [
+            v for r in rows if isinstance(r, paper_numbers.Published) for v in r.values.values()
+        ]
+        return [*found, *paper_numbers.TABLE4.values(), *paper_numbers.TABLE5.values()]
+    path = repo / name
+    text = path.read_text("utf-8")
+    if path.suffix == ".jsonl":
+        return [n for row in text.splitlines() if row for n in stored_numbers(json.loads(row))]
+    return list(stored_numbers(json.loads(text)))
+
+
+def stands_in(shown: str, stored: list[float]) -> bool:
+    """Whether a number is one of the stored ones, rounded to as many decimals as it shows.
+
+    A percentage may be stored as a fraction.
+    """
+    decimals = len(shown.partition(".")[2])
+    same = (f"{value:.{decimals}f}" for value in stored)
+    fractions = (f"{100 * value:.{decimals}f}" for value in stored if 0 <= value <= 1)
+    return shown in {*same, *fractions}
+
+
+def untraceable(text: str, repo: Path = REPO) -> list[str]:
+    """`line: number, why` for each number that cannot be traced."""
+    problems = []
+    for block in blocks(text):
+        found = numbers(block.text)
+        if block.kind == "from" and found:
+            names = [name.strip() for name in block.words.split(",") if name.strip()]
+            missing = [n for n in names if not (repo / n).is_file()]
+            if missing or not names:
+                problems.append(f"{block.line}: no file {', '.join(missing) or 'is named'}")
+                continue
+            stored = [n for name in names for n in read_numbers(name, repo)]
+            wrong = [n for n in found if not stands_in(n, stored)]
+            problems += [f"{block.line}: {n} is not in {block.words}" for n in wrong]
+        elif block.kind == "source:" and not block.words:
+            problems.append(f"{block.line}: a source without words")
+        elif block.kind is None:
+            problems += [f"{block.line}: {n} has no source" for n in found]
+    return problems
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_numbers_can_be_traced(document: str) -> None:
+    problems = untraceable((REPO / document).read_text("utf-8"))
+    assert not problems, "\n".join([f"{document}: mark where these come from", *problems])
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        ("kNN is 35.6 now", ["35.6"]),
+        ("35% of them", ["35"]),
+        ("<!-- from r.json -->\n\n| a | 35.6 |\n|---|---|\n| b | 41.26 |", ["41.26"]),
+        ("<!-- from r.json -->\n| 35.6 | 12% |\n\nthen 35.6 again", ["35.6"]),
+        ("<!-- from nowhere.json -->\n35.6", ["no file"]),
+        ("<!-- from transfer/paper_numbers.py -->\n46.5 and 46.6", ["46.6"]),
+        ("<!-- source: -->\n35.6", ["without words"]),
+        ("<!-- settings, section -->\n\n0.07\n\n0.1\n\n## next\n\n0.2", ["0.2"]),
+    ],
+)
+def test_the_walk_finds(text: str, bad: list[str], tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"value": 35.5999, "fraction": 0.12, "row": [41.25]}')
+    (tmp_path / "transfer").mkdir()
+    (tmp_path / "transfer" / "paper_numbers.py").touch()
+    problems = untraceable(text, tmp_path)
+    assert len(problems) == len(bad), problems
+    assert all(word in problem for word, problem in zip(bad, problems, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "five of 1,281,167 images, section 4.1, Python 3.11 or 3.12",
+        "```\nlr 0.03\n```\n\n`--lr 0.03` and [a](x0.5.md)",
+        "<!-- from r.json -->\n35.6, 35.60 and 12%",
+        "<!-- from r.jsonl, r.json -->\n7.5 and 35.6",
+        "<!-- source: MoCo's README -->\nAP50 81.3",
+        "<!-- settings -->\ntau 0.07",
+        "<!-- settings, section -->\n\n0.07\n\n- 0.5\n- 0.2",
+    ],
+)
+def test_the_walk_lets_pass(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('{"value": 35.5999, "fraction": 0.12}')
+    (tmp_path / "r.jsonl").write_text('{"value": 1}\n{"value": 7.5}\n')
+    assert untraceable(text, tmp_path) == []
+
+
+def commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """(script, arguments) of every line in the code blocks of a document that runs one."""
+    for block in re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            for number, word in enumerate(words):
+                if word.endswith(".py"):
+                    yield word, words[number + 1 :]
+
+
+def test_commands_of_the_page_are_those_of_the_suite() -> None:
+    types = {
+        "pretrain/run.py": PretrainConfig,
+        "transfer/suite.py": SuiteConfig,
+        "transfer/report.py": ReportConfig,
+        "transfer/semisup.py": SemisupConfig,
+        "transfer/detect.py": DetectConfig,
+    }
+    found = list(commands((REPO / "docs/reproduce.md").read_text("utf-8")))
+    assert {script for script, _ in found} == set(types)
+    for script, argv in found:
+        build_parser(types[script], prog=script, description="").parse_args(argv)
+
+
+def test_costs_follow_from_their_inputs() -> None:
+    stored = json.loads((REPO / "docs/results/costs.json").read_text("utf-8"))
+    given: dict[str, Any] = {name: each["value"] for name, each in stored["inputs"].items()}
+    assert all(each["source"] for each in stored["inputs"].values())
+    hours, images = stored["gpu_hours"], given["imagenet_train"]
+    share = given["forward_units_here"] / given["forward_units_moco"]
+    unit = given["moco_gpus"] * given["moco_hours"] * share / given["gflops"]["resnet50"]
+    full = {arch: unit * gflops for arch, gflops in given["gflops"].items()}
+    forward = {arch: value / 200 / 3 for arch, value in full.items()}
+    per_image = given["detector_gpus"] * given["detector_seconds"] / given["detector_batch"] / 3600
+    parts = sum(given["semisup_fractions"]) * given["semisup_epochs"]
+    expected = {
+        "pretrain_all_four": sum(full.values()),
+        "cifar_six": 6 * unit * given["gflops_cifar_resnet18"] * 50_000 / images,
+        "table4_more": 3 * full["resnet18"],
+        "table5_more": sum(given["table5_fractions"]) * full["resnet18"],
+        "forward_imagenet_all_four": sum(forward.values()) * (1 + given["imagenet_val"] / images),
+        "forward_places_all_four": sum(forward.values()) * given["places_images"] / images,
+        "semisup_resnet50": parts / 200 * full["resnet50"],
+        "detect_resnet50": given["detector_iterations"] * 2 * per_image,
+        "detect_resnet50_0712": given["detector_iterations_0712"] * 16 * per_image,
+    }
+    for name, value in expected.items():
+        assert hours[name] == pytest.approx(value, abs=1e-3), name
+    assert hours["pretrain"] == pytest.approx(full, abs=1e-3)
