@@ -7,7 +7,7 @@ PY = "$(VENV)/bin/python"
 
 .PHONY: help demo test check bench setup clean
 help:
-	@echo "make demo   pretrain and export on the embedded images"
+	@echo "make demo   pretrain, export, read out, detect and report on the embedded images"
 	@echo "make test   the fast tests (ARGS='-k knn' goes to pytest)"
 	@echo "make check  ruff and mypy"
 	@echo "make bench  every benchmark (ARGS=--quick for a short look)"
@@ -19,7 +19,12 @@ setup:
 demo: setup
 	$(PY) pretrain/run.py --arch resnet50
 	$(PY) pretrain/export.py --overwrite
-	@echo "Made: runs/pretrain/resnet50/backbone.pt, and for timm, Detectron2 and torchvision export/ beside it"
+	$(PY) transfer/knn.py
+	$(PY) transfer/retrieve.py
+	$(PY) transfer/semisup.py --labeled 0.01
+	$(PY) transfer/detect.py --cfg detection_configs/faster_r50.yaml
+	$(PY) transfer/report.py
+	@echo "Made: runs/pretrain/resnet50/backbone.pt, export/ beside it, and runs/report/report.html"
 
 test: setup
 	$(PY) -m pytest $(ARGS)
@@ -29,9 +34,11 @@ check: setup
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+# Sizes such that all of it takes less than ten minutes on two idle cores.
+BENCH = "neighbors.py --data clustered --rounds 2" objectives.py input_pipeline.py \
+    pretrain_step.py scaling.py "linear.py --quick"
 bench: setup
-	@set -e; for file in $$(grep -ls __main__ benchmarks/*.py); do \
-	    echo "== $$file"; $(PY) "$$file" $(ARGS); done
+	@set -e; for each in $(BENCH); do echo "== $$each"; $(PY) benchmarks/$$each $(ARGS); done
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,10 +9,23 @@ import pytest
 import pretrain.export
 import pretrain.import_weights
 import pretrain.run
+import transfer.detect
+import transfer.knn
+import transfer.linear
+import transfer.report
+import transfer.retrieve
+import transfer.semisup
+import transfer.suite
 from instdisc.cli import build_parser
 from pretrain.config import PretrainConfig
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/protocols.md"]
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TRANSFER = [
+    *(transfer.detect, transfer.knn, transfer.linear, transfer.report, transfer.retrieve),
+    *(transfer.semisup, transfer.suite),
+]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in DOCS.glob("*.md"))]
+COMMANDS = [pretrain.run, pretrain.export, pretrain.import_weights, *TRANSFER]
 
 
 def commands(text: str, script: str) -> list[list[str]]:
@@ -39,6 +52,8 @@ def test_the_readme_shows_what_must_work(repo: Path) -> None:
     assert "make demo" in first_screen
     assert "make test" in first_screen
     assert ["--arch", "resnet50"] in commands(text, "pretrain/run.py")
+    assert ["--labeled", "0.01"] in commands(text, "transfer/semisup.py")
+    assert ["--cfg", "detection_configs/faster_r50.yaml"] in commands(text, "transfer/detect.py")
     assert len(commands(text, "pretrain/run.py")) >= 4
     assert commands(text, "pretrain/export.py")
     assert commands(text, "pretrain/import_weights.py")
@@ -51,7 +66,7 @@ def test_links_to_files_lead_somewhere(document: str, repo: Path) -> None:
         assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("module", [pretrain.run, pretrain.export, pretrain.import_weights])
+@pytest.mark.parametrize("module", COMMANDS)
 def test_help_teaches(module: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         module.main(["--help"])  # type: ignore[attr-defined]
