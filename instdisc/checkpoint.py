@@ -40,8 +40,13 @@ def save_checkpoint(path: Path, schema: Schema, payload: Mapping[str, Any]) -> N
             raise
 
 
-def load_file(path: Path) -> Any:
-    """Loads a torch file to the CPU without executing anything in it."""
+def load_file(path: Path, *, mapped: bool = False) -> Any:
+    """Loads a torch file to the CPU without executing anything in it.
+
+    Args:
+        path: the file.
+        mapped: leave the tensors in the file, to be read when they are used.
+    """
     try:
         if zipfile.is_zipfile(path):
             # torch skips the archive's checksums, and a flipped bit would become a weight.
@@ -49,7 +54,7 @@ def load_file(path: Path) -> Any:
                 damaged = archive.testzip()
             if damaged is not None:
                 raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
@@ -66,9 +71,9 @@ def load_file(path: Path) -> Any:
         ) from None
 
 
-def load_checkpoint(path: Path, schema: Schema) -> dict[str, Any]:
-    """Loads a checkpoint of this project and checks its schema."""
-    payload = load_file(path)
+def load_checkpoint(path: Path, schema: Schema, *, mapped: bool = False) -> dict[str, Any]:
+    """Loads a checkpoint of this project and checks its schema; `mapped` as in `load_file`."""
+    payload = load_file(path, mapped=mapped)
     expected = FORMAT.format(schema)
     found = payload.get("format") if isinstance(payload, dict) else None
     if found != expected:

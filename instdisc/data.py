@@ -4,10 +4,11 @@ The memory bank has a row per image, so "which image is number i" is part of a r
 are sorted byte by byte, and the fingerprint of the list is kept with the bank.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -80,20 +81,31 @@ class ImageSet:
         name = os.fsdecode(self.names[index])
         return str(self.root / name) if self.root is not None else name
 
+    @contextlib.contextmanager
+    def opened(self, index: int) -> Iterator[Image.Image]:
+        """Image `index` with its size known and its pixels perhaps not decoded yet.
+
+        Raises:
+            UserError: opening or decoding it in the block failed; the message names the file.
+        """
+        if self.pixels is not None:
+            yield Image.fromarray(self.pixels[index])
+            return
+        try:
+            with Image.open(self.name(index)) as image:
+                yield image
+        except IMAGE_ERRORS as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise UserError(f"{self.name(index)} is not a readable image ({reason})") from None
+
     def open(self, index: int) -> Image.Image:
         """Decodes image `index` to RGB.
 
         Raises:
             UserError: the file is no readable image; the message names it.
         """
-        if self.pixels is not None:
-            return Image.fromarray(self.pixels[index]).convert("RGB")
-        try:
-            with Image.open(self.name(index)) as image:
-                return image.convert("RGB")
-        except IMAGE_ERRORS as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise UserError(f"{self.name(index)} is not a readable image ({reason})") from None
+        with self.opened(index) as image:
+            return image.convert("RGB")
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "ImageSet":
         """The images of `indices`, in that order."""

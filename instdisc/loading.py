@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
+from instdisc.augmentation import RandomView
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.seed import generator, seeded
+from instdisc.signals import leave_signals_to_parent
 from instdisc.transforms import InputSpec, Transform
 
 
@@ -33,11 +35,22 @@ class Samples(Dataset[tuple[Tensor, int, str]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int, str]:
         epoch, index = key
         try:
-            image = self.images.open(index)
+            with seeded(self.seed, "augment", epoch, index):
+                if not isinstance(self.transform, RandomView):
+                    return self.transform(self.images.open(index)), index, ""
+                with self.images.opened(index) as image:
+                    crop, view = self.transform.look(image)
+            return self.transform.render(crop, view), index, ""
         except UserError as error:
             return torch.zeros(3, self.spec.size, self.spec.size), index, str(error)
-        with seeded(self.seed, "augment", epoch, index):
-            return self.transform(image), index, ""
+
+    def collate(self, samples: list[tuple[Tensor, int, str]]) -> list[Any]:
+        """A batch; random views, which come channels last, stay so without being moved about."""
+        if not isinstance(self.transform, RandomView):
+            return default_collate(samples)
+        rows = [(pixels.permute(1, 2, 0), index, error) for pixels, index, error in samples]
+        pixels, indices, errors = default_collate(rows)
+        return [pixels.permute(0, 3, 1, 2), indices, errors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +113,11 @@ def build_loader(
         samples,
         batch_sampler=plan,
         num_workers=workers,
+        collate_fn=samples.collate,
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
+        worker_init_fn=leave_signals_to_parent,
     )
 
 

@@ -7,11 +7,15 @@ from typing import Any
 
 from instdisc.cli import Interrupted
 
+# SIGTERM: preemption, cancelling. SIGUSR1, SIGUSR2: what a scheduler is told to send before the
+# time limit. SIGINT: a person.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class StopSignal:
-    """Turns SIGTERM, SIGINT and SIGUSR1 into a flag that a loop reads between two steps."""
+    """Turns the signals that ask for an end into a flag that a loop reads between two steps."""
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = STOP_SIGNALS
 
     def __init__(self) -> None:
         self.raised = False
@@ -27,10 +31,20 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.raised:  # asked twice: now
+        # A person who asks twice means now. A scheduler repeats itself, and must not spoil a save.
+        if self.raised and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.raised = True
 
     def interrupt(self, step: int, checkpoint: Path) -> Interrupted:
         """The exception that ends the run once its work is saved."""
         return Interrupted(f"stopped after step {step}, saved in {checkpoint}: run again to go on")
+
+
+def leave_signals_to_parent(worker: int = 0) -> None:
+    """Makes a loader process deaf to the signals that a scheduler sends to every process of a job.
+
+    The training process hears them too, and needs its loaders until the step is done.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -12,6 +12,8 @@ from PIL.Image import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
+from instdisc.augmentation import RandomView
+
 Transform = Callable[[Image], Tensor]
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -62,24 +64,16 @@ def _to_tensor(spec: InputSpec) -> list[v2.Transform]:
     ]
 
 
-def pretrain_transform(spec: InputSpec, *, min_scale: float = 0.2, flip: bool = True) -> Transform:
+def pretrain_transform(spec: InputSpec, *, min_scale: float = 0.2, flip: bool = True) -> RandomView:
     """Random crop, grayscale, colour jitter, flip: what an instance must be recognised under."""
-    steps = [
-        v2.RandomResizedCrop(spec.size, scale=(min_scale, 1.0), antialias=True),
-        v2.RandomGrayscale(p=0.2),
-        v2.ColorJitter(0.4, 0.4, 0.4, 0.4),
-    ]
-    if flip:
-        steps.append(v2.RandomHorizontalFlip())
-    return v2.Compose([*steps, *_to_tensor(spec)])
+    return RandomView(
+        spec.size, spec.mean, spec.std, min_scale=min_scale, gray=0.2, strength=0.4, flip=flip
+    )
 
 
-def finetune_transform(spec: InputSpec, *, flip: bool = True) -> Transform:
+def finetune_transform(spec: InputSpec, *, flip: bool = True) -> RandomView:
     """Random crop and flip: the customary augmentation of supervised training."""
-    steps: list[v2.Transform] = [v2.RandomResizedCrop(spec.size, antialias=True)]
-    if flip:
-        steps.append(v2.RandomHorizontalFlip())
-    return v2.Compose([*steps, *_to_tensor(spec)])
+    return RandomView(spec.size, spec.mean, spec.std, min_scale=0.08, flip=flip)
 
 
 def eval_transform(spec: InputSpec) -> Transform:

@@ -137,6 +137,15 @@ class PretrainConfig:
         "weight of the old row in a bank update: 0 replaces it (paper), 0.5 blends (authors' code)",
         aliases=["--nce-m"],
     )
+    bank_placement: Literal["replicated", "sharded", "cpu"] = _loss(
+        "replicated",
+        "where bank rows lie: all on every process, n/W on each of W, or in host memory beside "
+        "a GPU; changes results by rounding only (docs/performance.md)",
+        volatile=True,
+    )
+    bank_dtype: Literal["float32", "float16"] = _loss(
+        "float32", "how bank rows are stored; sums over them are always float32"
+    )
 
     epochs: int = _optim(200, "passes over the images", volatile=True)
     batch_size: int = _optim(256, "images per step, over all processes", aliases=["-b"])

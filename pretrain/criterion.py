@@ -48,6 +48,11 @@ class Normalizer(nn.Module):
             self.value.add_((estimate - self.value) / (seen + 1))
         self.num_batches += 1
 
+    @property
+    def ratio(self) -> float:
+        """Z/n, which at the start is near `initial_ratio`."""
+        return float(self.value) / self.num_images
+
 
 def initial_ratio(dim: int, temperature: float) -> float:
     """Z/n while bank and features are independent: E exp(N(0, 1/d)/tau) = exp(1/(2 d tau^2))."""
@@ -100,22 +105,24 @@ class Criterion(nn.Module):
         if config.objective == "parametric":
             losses = objectives.parametric_loss(features, self.weights, indices)
         elif config.objective == "softmax":
-            losses = objectives.softmax_loss(features, bank.vectors, own_rows, tau)
+            positive = objectives.positive_logits(features, own_rows, tau)
+            losses = bank.log_normalizer(features, tau) - positive
         else:
+            shared = config.negatives == "shared"
             noise = draw_noise(
                 self.num_images,
-                range(1) if config.negatives == "shared" else rows,
+                range(1) if shared else rows,
                 config.num_negatives,
                 seed=config.seed,
                 step=step,
                 device=features.device,
             )
             positive = objectives.positive_logits(features, own_rows, tau)
-            negative = objectives.noise_logits(features, bank.vectors, noise, tau)
+            negative = bank.noise_logits(features, noise, tau, shared=shared)
             if config.objective == "sampled-softmax":
                 losses = objectives.sampled_softmax_loss(positive, negative)
             elif self.normalizer.mode == "exact":
-                exact = objectives.log_normalizer(features.detach(), bank.vectors, tau)
+                exact = bank.log_normalizer(features.detach(), tau)
                 self.normalizer.value.copy_(mean_over_processes(exact.exp().double().mean()))
                 losses = objectives.nce_loss(positive, negative, exact[:, None], self.num_images)
             else:

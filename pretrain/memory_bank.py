@@ -1,43 +1,131 @@
-"""The memory bank: one unit vector per training image (the paper, section 3.1)."""
+"""The memory bank: one unit vector per training image (the paper, section 3.1).
+
+Where the rows lie is a matter of memory and speed, not of results (`--bank-placement`): on every
+process (this file), each on one of them (sharded_bank.py), or in host memory beside a GPU. A
+checkpoint holds all rows in order, whatever the placement.
+"""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from instdisc import dist
 from instdisc.seed import generator
+from pretrain import objectives
+
+CHUNK_ROWS = 1 << 16  # rows at a time wherever all of them are gone through
+
+
+def row_chunks(num_rows: int) -> Iterator[range]:
+    """Cuts rows into parts of CHUNK_ROWS; what is left over goes with the last one."""
+    for first in range(0, max(1, num_rows - CHUNK_ROWS + 1), CHUNK_ROWS):
+        last = num_rows if first + 2 * CHUNK_ROWS > num_rows else first + CHUNK_ROWS
+        yield range(first, last)
+
+
+def initial_rows(
+    num_images: int, dim: int, *, seed: int, rows: range, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Rows of the random bank that a run starts with, `(len(rows), D)`; the others are not held.
+
+    The numbers are those of one torch.randn over all images: torch draws them sixteen at a time,
+    and chunks of a multiple of sixteen rows draw the same ones.
+    """
+    source = generator(seed, "bank")
+    mine = torch.empty(len(rows), dim, dtype=dtype)
+    for chunk in row_chunks(num_images):
+        values = nn.functional.normalize(torch.randn(len(chunk), dim, generator=source), dim=1)
+        first, last = max(chunk.start, rows.start), min(chunk.stop, rows.stop)
+        if first < last:
+            part = values[first - chunk.start : last - chunk.start]
+            mine[first - rows.start : last - rows.start] = part
+    return mine
+
+
+def blend_rows(old: Tensor, features: Tensor, momentum: float) -> Tensor:
+    """normalize(momentum * v_i + (1 - momentum) * f_i), `(B, D)`, in float32."""
+    features = features.float()
+    if momentum:
+        features = momentum * old.float() + (1 - momentum) * features
+    return nn.functional.normalize(features, dim=1)
 
 
 class MemoryBank(nn.Module):
-    """Rows v_1..v_n on the unit sphere, random at the start.
+    """Rows v_1..v_n on the unit sphere, random at the start, all of them on every process.
 
-    Every process holds all rows and applies the same updates in the same order, so that the copies
-    stay equal bit by bit; `checksum` lets training prove it.
+    Every process applies the same updates in the same order, so that the copies stay equal bit by
+    bit; `compare_copies` proves it.
 
     Attributes:
-        vectors: `(N, D)` unit rows, float32.
+        vectors: `(N, D)` unit rows, float32 or float16; sums over them are always float32.
         momentum: weight of the old row in an update; 0 replaces it, as the paper does.
     """
 
     vectors: Tensor
 
-    def __init__(self, num_images: int, dim: int, *, momentum: float, seed: int) -> None:
+    def __init__(
+        self,
+        num_images: int,
+        dim: int,
+        *,
+        momentum: float,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.momentum = momentum
-        noise = torch.randn(num_images, dim, generator=generator(seed, "bank"))
-        self.register_buffer("vectors", nn.functional.normalize(noise, dim=1))
+        rows = initial_rows(num_images, dim, seed=seed, rows=range(num_images), dtype=dtype)
+        self.register_buffer("vectors", rows)
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows of the given images, `(B, D)`."""
-        return self.vectors[indices]
+        """Rows of the given images, `(B, D)`, float32, where the indices are."""
+        like = torch.empty(0, device=indices.device)
+        return objectives.fetch_rows(self.vectors, indices, like)
+
+    def log_normalizer(self, features: Tensor, temperature: float) -> Tensor:
+        """Exact log sum_j exp(v_j . f / tau), `(B,)`; differentiable in the features."""
+        return objectives.log_normalizer(features, self.vectors, temperature)
+
+    def noise_logits(
+        self, features: Tensor, noise: Tensor, temperature: float, *, shared: bool
+    ) -> Tensor:
+        """v_j . f_i / tau, `(B, m)`, for noise of each image `(B, m)`, or shared `(1, m)`."""
+        assert len(noise) == (1 if shared else len(features))
+        return objectives.noise_logits(features, self.vectors, noise, temperature)
 
     @torch.no_grad()
     def update(self, indices: Tensor, features: Tensor) -> None:
-        """Row i <- normalize(momentum * v_i + (1 - momentum) * f_i); each index occurs once."""
-        if self.momentum:
-            features = self.momentum * self.vectors[indices] + (1 - self.momentum) * features
-        self.vectors[indices] = nn.functional.normalize(features, dim=1)
+        """Row i <- normalize(momentum * v_i + (1 - momentum) * f_i); each index occurs once.
+
+        Args:
+            indices: images of all processes, the same on each, `(B,)`.
+            features: their features, `(B, D)`.
+        """
+        place = self.vectors.device
+        indices = indices.to(place)
+        new = blend_rows(self.vectors[indices], features.to(place), self.momentum)
+        self.vectors[indices] = new.to(self.vectors.dtype)
+
+    def assemble(self, *, everywhere: bool = False) -> Tensor | None:
+        """All rows in order, `(N, D)`; all processes call it, the first one gets them."""
+        return self.vectors
+
+    def load(self, table: Tensor) -> None:
+        """Takes over the rows of a checkpoint, `(N, D)`."""
+        self.vectors.copy_(table)
 
     def checksum(self) -> int:
         """A number that changes with any bit of any row, whichever process computes it."""
-        bits = self.vectors.contiguous().view(torch.int32).to(torch.int64)
-        places = torch.arange(1, bits.shape[0] + 1, device=bits.device)[:, None]
-        return int((bits * places).sum().item())
+        integers = torch.int32 if self.vectors.dtype == torch.float32 else torch.int16
+        total = torch.zeros((), dtype=torch.int64, device=self.vectors.device)
+        for chunk in row_chunks(len(self.vectors)):
+            bits = self.vectors[chunk.start : chunk.stop].view(integers).to(torch.int64)
+            places = torch.arange(chunk.start + 1, chunk.stop + 1, device=bits.device)
+            total += (bits * places[:, None]).sum()
+        return int(total.item())
+
+    def compare_copies(self, device: torch.device) -> None:
+        """Proves that every process holds the same rows."""
+        sums = dist.all_gather_rows(torch.tensor([self.checksum()], device=device))
+        assert bool((sums == sums[0]).all()), f"the banks differ between processes: {sums.tolist()}"

@@ -5,6 +5,7 @@ image, `(B,)`, in float32: exp(1/0.07) = 1.6e6 has no place in half precision.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,26 +13,48 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK_ELEMENTS = 1 << 22  # logits held at a time while the bank streams through: 16 MB
+# Numbers in the rows gathered at a time: 2 MB, so that a processor's cache holds them; or 256 MB.
+GATHERED_ELEMENTS, GATHERED_ELEMENTS_GPU = 1 << 19, 1 << 26
+
+
+def fetch_rows(bank: Tensor, which: Tensor | slice, like: Tensor) -> Tensor:
+    """Rows of the bank on the device and in the precision of `like`, wherever the bank lies."""
+
+    # index_select copies whole rows, and is several times faster than indexing in general.
+    def select(which: Tensor) -> Tensor:
+        return bank.index_select(0, which.to(bank.device))
+
+    rows = select(which) if isinstance(which, Tensor) else bank[which]
+    return rows.to(like.device, like.dtype, non_blocking=True)
+
+
+def streamed_sums(features: Tensor, bank: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sums over the bank of w_j = exp((v_j . f - 1) / tau), `(B,)`, and of w_j v_j, `(B, D)`.
+
+    Cosines are at most 1, so the weights cannot overflow and no running maximum is needed; one
+    sweep gives both sums, and sums over parts of the bank add up to those over all of it.
+    """
+    total = features.new_zeros(features.shape[0])
+    weighted = torch.zeros_like(features)
+    chunk = max(1, CHUNK_ELEMENTS // features.shape[0])
+    for first in range(0, bank.shape[0], chunk):
+        rows = fetch_rows(bank, slice(first, first + chunk), features)
+        weights = (features @ rows.T).sub_(1).div_(temperature).exp_()
+        total += weights.sum(dim=1)
+        weighted += weights @ rows
+    return total, weighted
 
 
 class _StreamedLogSumExp(torch.autograd.Function):
     """log sum_j exp(v_j . f / tau) over the whole bank without ever holding B x N logits.
 
-    Cosines are at most 1, so exp((v_j . f - 1) / tau) cannot overflow and no running maximum is
-    needed. The gradient is the softmax-weighted mean row over tau; its unnormalised sum is formed
-    in the same pass.
+    The gradient is the softmax-weighted mean row over tau; its unnormalised sum is formed in the
+    same pass.
     """
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, bank: Tensor, temperature: float) -> Tensor:
-        total = features.new_zeros(features.shape[0])
-        weighted = torch.zeros_like(features)
-        chunk = max(1, CHUNK_ELEMENTS // features.shape[0])
-        for first in range(0, bank.shape[0], chunk):
-            rows = bank[first : first + chunk].to(features.dtype)
-            weights = (features @ rows.T).sub_(1).div_(temperature).exp_()
-            total += weights.sum(dim=1)
-            weighted += weights @ rows
+        total, weighted = streamed_sums(features, bank, temperature)
         ctx.save_for_backward(weighted / (total[:, None] * temperature))
         return total.log() + 1 / temperature
 
@@ -41,34 +64,47 @@ class _StreamedLogSumExp(torch.autograd.Function):
         return grad_outputs[0][:, None] * direction, None, None
 
 
-class _GatheredLogits(torch.autograd.Function):
-    """v_ij . f_i for m rows per image, gathered a few images at a time, `(B, m)`."""
+def _gather(features: Tensor, bank: Tensor, noise: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yields a few images at a time and the rows of their noise, `(b, m, D)`."""
+    m, dim = noise.shape[1], bank.shape[1]
+    elements = GATHERED_ELEMENTS_GPU if features.is_cuda else GATHERED_ELEMENTS
+    chunk = max(1, elements // (m * dim))
+    for first in range(0, len(noise), chunk):
+        part = slice(first, first + chunk)
+        yield part, fetch_rows(bank, noise[part].reshape(-1), features).view(-1, m, dim)
 
-    @staticmethod
-    def _chunk(bank: Tensor, noise: Tensor) -> int:
-        return max(1, CHUNK_ELEMENTS // (noise.shape[1] * bank.shape[1]))
+
+def gathered_products(features: Tensor, bank: Tensor, noise: Tensor) -> Tensor:
+    """v_ij . f_i for the rows `noise` `(B, m)` of each image, `(B, m)`."""
+    products = features.new_empty(noise.shape)
+    for part, rows in _gather(features, bank, noise):
+        torch.bmm(rows, features[part, :, None], out=products[part, :, None])
+    return products
+
+
+def gathered_sums(weights: Tensor, bank: Tensor, noise: Tensor) -> Tensor:
+    """sum_j w_ij v_ij, `(B, D)`, for weights and rows `(B, m)`: the products' gradient."""
+    if bank.dtype == weights.dtype and bank.device == weights.device:
+        # Adds the rows up where they lie; no copy of them is made.
+        return functional.embedding_bag(noise, bank, mode="sum", per_sample_weights=weights)
+    sums = weights.new_empty(len(weights), bank.shape[1])
+    for part, rows in _gather(weights, bank, noise):
+        torch.bmm(weights[part, None], rows, out=sums[part, None])
+    return sums
+
+
+class _GatheredLogits(torch.autograd.Function):
+    """`gathered_products` with its gradient; rows are gathered again rather than kept."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, bank: Tensor, noise: Tensor) -> Tensor:
-        logits = features.new_empty(noise.shape)
-        chunk = _GatheredLogits._chunk(bank, noise)
-        for first in range(0, len(noise), chunk):
-            part = slice(first, first + chunk)
-            rows = bank[noise[part]].to(features.dtype)
-            torch.bmm(rows, features[part, :, None], out=logits[part, :, None])
         ctx.save_for_backward(bank, noise)
-        return logits
+        return gathered_products(features, bank, noise)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         bank, noise = ctx.saved_tensors
-        (grad,) = grad_outputs
-        chunk = _GatheredLogits._chunk(bank, noise)
-        parts = [
-            torch.bmm(g[:, None], bank[n].to(g.dtype)).squeeze(1)
-            for g, n in zip(grad.split(chunk), noise.split(chunk), strict=True)
-        ]
-        return torch.cat(parts), None, None
+        return gathered_sums(grad_outputs[0], bank, noise), None, None
 
 
 def log_normalizer(features: Tensor, bank: Tensor, temperature: float) -> Tensor:
@@ -91,7 +127,7 @@ def noise_logits(features: Tensor, bank: Tensor, noise: Tensor, temperature: flo
         temperature: tau.
     """
     if len(noise) == 1:
-        return features @ bank[noise[0]].to(features.dtype).T / temperature
+        return features @ fetch_rows(bank, noise[0], features).T / temperature
     return _GatheredLogits.apply(features, bank, noise) / temperature
 
 

@@ -158,7 +158,8 @@ class Session:
                     f"{self.output} holds a run: choose another --output, or --overwrite"
                 )
             return None
-        state = load_checkpoint(path, "train")
+        # With a sharded bank no process wants all rows in its memory: they stay in the file.
+        state = load_checkpoint(path, "train", mapped=config.bank_placement == "sharded")
         self._check_same_run(state, path)
         return state
 
@@ -173,7 +174,8 @@ class Session:
         dist.barrier()
 
     def _check_same_run(self, state: dict[str, Any], path: Path) -> None:
-        ours, theirs = to_dict(self.config), state["config"]
+        # An option that is younger than the checkpoint had its default's effect.
+        ours, theirs = to_dict(self.config), {**to_dict(PretrainConfig()), **state["config"]}
         different = [
             f"{name} was {theirs.get(name)}, is {value}"
             for name, value in ours.items()

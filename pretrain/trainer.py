@@ -19,14 +19,15 @@ from instdisc.backbones import Embedding, backbone_payload
 from instdisc.checkpoint import save_checkpoint
 from instdisc.cli import UserError, to_dict
 from instdisc.loading import BatchPlan, Samples, build_loader
-from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.runs import provenance
 from instdisc.schedules import step_decay
 from instdisc.seed import seed_global
 from instdisc.signals import StopSignal
+from instdisc.throughput import StepClock
 from instdisc.transforms import pretrain_transform
-from pretrain.criterion import Criterion, initial_ratio
-from pretrain.memory_bank import MemoryBank
+from pretrain.criterion import Criterion
+from pretrain.journal import Journal
+from pretrain.placement import build_bank
 from pretrain.session import Session
 
 
@@ -40,9 +41,7 @@ class Trainer:
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.layout = layout
         self.model = session.build_model().to(process.device).to(memory_format=layout)
-        self.bank = MemoryBank(
-            n, config.embedding_dim, momentum=config.bank_momentum, seed=config.seed
-        ).to(process.device)
+        self.bank = build_bank(config, n, process)
         self.criterion = Criterion(config, n).to(process.device)
         self.optimizer = torch.optim.SGD(
             [*self.model.parameters(), *self.criterion.parameters()],
@@ -56,6 +55,7 @@ class Trainer:
         self.parallel_criterion = self._parallel(self.criterion)
         self.steps_per_epoch = n // config.batch_size
         self.num_steps = self.steps_per_epoch * config.epochs
+        self.clock = StepClock(process.device)
         self.step = 0
         self.epoch_loss = 0.0  # sum over the steps of this epoch so far
         self.bad_images: set[str] = set()
@@ -66,8 +66,8 @@ class Trainer:
         on_gpu = self.process.device.type == "cuda"
         return DistributedDataParallel(module, device_ids=[self.process.device] if on_gpu else None)
 
-    def state(self) -> dict[str, Any]:
-        """Everything a resumed run needs."""
+    def state(self, bank: Tensor) -> dict[str, Any]:
+        """Everything a resumed run needs, with all rows of the bank."""
         return {
             "config": to_dict(self.config),
             "data_fingerprint": self.session.train.fingerprint,
@@ -75,7 +75,7 @@ class Trainer:
             "epoch_loss": self.epoch_loss,
             "model": self.model.state_dict(),
             "criterion": self.criterion.state_dict(),
-            "bank": self.bank.vectors,
+            "bank": bank,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
@@ -86,7 +86,7 @@ class Trainer:
         self.epoch_loss = state["epoch_loss"]
         self.model.load_state_dict(state["model"])
         self.criterion.load_state_dict(state["criterion"])
-        self.bank.vectors.copy_(state["bank"])
+        self.bank.load(state["bank"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
@@ -107,6 +107,7 @@ class Trainer:
     def train_step(self, batches: Any) -> Tensor:
         """One optimiser step and the bank update after it; the mean loss of the local images."""
         config, device = self.config, self.process.device
+        self.clock.start()
         share = config.batch_size // self.process.world_size
         micro = share // config.accumulate
         for group in self.optimizer.param_groups:
@@ -119,6 +120,7 @@ class Trainer:
         # Dropout draws from torch's global generator: key it by the step, like everything else.
         seed_global(config.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
+        mark = self.clock.mark
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         total = torch.zeros((), device=device)
         for part in range(config.accumulate):
@@ -127,9 +129,13 @@ class Trainer:
             pixels = pixels.to(device, non_blocking=True, memory_format=self.layout)
             indices = indices.to(device, non_blocking=True)
             first = self.process.rank * share + part * micro
+            mark("data")
             with self._sync_gradients(last=part == config.accumulate - 1):
                 with torch.autocast(device.type, self._amp_dtype(), enabled=config.amp != "off"):
                     features = self.parallel_model(pixels)
+                mark("forward")
+                # The backward pass reaches the features when that of the objective is done.
+                features.register_hook(lambda _: mark("objective"))
                 losses = self.parallel_criterion(
                     features,
                     indices,
@@ -139,13 +145,17 @@ class Trainer:
                     mean_over_processes=self._mean_over_processes,
                 )
                 loss = (losses * valid).sum() / share
+                mark("objective")
                 self.scaler.scale(loss).backward()
+            mark("backward")
             total += loss.detach()
             seen.append((indices, features.detach(), valid))
         self._refuse_nan(total, seen)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        mark("optimizer")
         self._update_bank(*(torch.cat(column) for column in zip(*seen, strict=True)))
+        mark("bank")
         self.step += 1
         return total
 
@@ -179,9 +189,7 @@ class Trainer:
     def train(self) -> None:
         """Runs to the last epoch, or to the first signal."""
         config, session = self.config, self.session
-        metrics = MetricsLog(
-            session.output, step=self.step, tensorboard=config.tensorboard, enabled=session.is_main
-        )
+        journal = Journal(session, self.clock, step=self.step, steps_per_epoch=self.steps_per_epoch)
         plan = BatchPlan(
             num_images=len(session.train),
             batch_size=config.batch_size,
@@ -200,19 +208,18 @@ class Trainer:
             samples, plan, config.workers, pin_memory=self.process.device.type == "cuda"
         )
         batches = iter(loader)
-        bar = StepBar(self.num_steps, self.step, config.batch_size, enabled=session.is_main)
         saved = time.monotonic()
         self.parallel_model.train()
-        with contextlib.closing(metrics), contextlib.closing(bar), StopSignal() as stop:
+        with contextlib.closing(journal), StopSignal() as stop:
             while self.step < self.num_steps:
                 local = self.train_step(batches)
                 loss, stopping = self._share(local, stop.raised)
                 self.epoch_loss += loss
-                bar.advance(loss, self.step / self.steps_per_epoch)
-                self._log_step(metrics, loss, bar.images_per_second)
+                lr = self.optimizer.param_groups[0]["lr"]
+                journal.tell_step(self.step, loss, lr, self.criterion.normalizer)
                 ended = self.step % self.steps_per_epoch == 0
                 if ended:
-                    self._end_epoch(metrics)
+                    self._end_epoch(journal)
                 if ended or stopping or time.monotonic() - saved >= 60 * config.save_minutes:
                     self.save()
                     saved = time.monotonic()
@@ -225,60 +232,24 @@ class Trainer:
         both = dist.all_reduce_sum(both)
         return both[0].item() / self.process.world_size, bool(both[1].item() > 0)
 
-    def _log_step(self, metrics: MetricsLog, loss: float, rate: float) -> None:
-        if self.step == 1 and self.config.objective == "nce":
-            self._check_normalizer()
-        if self.step % self.config.log_every and self.step != 1:
-            return
-        values: dict[str, float] = {
-            "epoch": self.step / self.steps_per_epoch,
-            "loss": loss,
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "images_per_second": rate,
-        }
-        if self.config.objective == "nce":
-            values["normalizer_over_n"] = self._normalizer_ratio()
-        metrics.write(self.step, **values)
-
-    def _normalizer_ratio(self) -> float:
-        return float(self.criterion.normalizer.value) / len(self.session.train)
-
-    def _check_normalizer(self) -> None:
-        """Says Z/n beside its analytic value, and warns when they are far apart."""
-        found = self._normalizer_ratio()
-        expected = initial_ratio(self.config.embedding_dim, self.config.temperature)
-        LOGGER.info(f"Z/n is {found:.3f} after the first batch, {expected:.3f} in theory")
-        if not expected / 2 < found < expected * 2:
-            LOGGER.warning(f"Z/n is off by more than 2x: expected about {expected:.3f}")
-
-    def _end_epoch(self, metrics: MetricsLog) -> None:
-        epoch = self.step // self.steps_per_epoch
-        config = self.config
-        self._compare_banks()
-        values = {"epoch": float(epoch), "epoch_loss": self.epoch_loss / self.steps_per_epoch}
-        self.epoch_loss = 0.0
-        monitor = self.session.monitor
+    def _end_epoch(self, journal: Journal) -> None:
+        epoch, config = self.step // self.steps_per_epoch, self.config
+        self.bank.compare_copies(self.process.device)
+        monitor, accuracies = self.session.monitor, {}
         due = config.monitor_every and epoch % config.monitor_every == 0
         if monitor is not None and (due or epoch == config.epochs):
-            values.update(monitor.measure(self.model, self.bank.vectors))
-        metrics.write(self.step, **values)
-        knn = "".join(
-            f"  {name} {values[key]:.2f}%"
-            for name, key in (("kNN bank", "knn_bank"), ("recomputed", "knn_recomputed"))
-            if key in values
-        )
-        LOGGER.info(f"epoch {epoch}/{config.epochs}  loss {values['epoch_loss']:.4f}{knn}")
-
-    def _compare_banks(self) -> None:
-        """Proves that every process holds the same bank."""
-        checksum = torch.tensor([self.bank.checksum()], device=self.process.device)
-        sums = dist.all_gather_rows(checksum)
-        assert bool((sums == sums[0]).all()), f"the banks differ between processes: {sums.tolist()}"
+            rows = self.bank.assemble(everywhere=True)
+            assert rows is not None
+            accuracies = monitor.measure(self.model, rows.float())
+        journal.tell_epoch(self.step, self.epoch_loss / self.steps_per_epoch, accuracies)
+        self.epoch_loss = 0.0
 
     def save(self) -> None:
-        """Writes last.pt, then backbone.pt, by the first process."""
+        """Writes last.pt, then backbone.pt, by the first process; all of them take part."""
+        rows = self.bank.assemble()
         if self.session.is_main:
-            save_checkpoint(self.session.last_checkpoint, "train", self.state())
+            assert rows is not None
+            save_checkpoint(self.session.last_checkpoint, "train", self.state(rows))
             save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
         dist.barrier()
 

@@ -48,6 +48,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "nce exact accumulate": {"normalizer": "exact", "accumulate": 2},
     "softmax": {"objective": "softmax"},
     "parametric": {"objective": "parametric"},
+    "nce sharded": {"bank_placement": "sharded"},
+    "nce shared sharded half": {
+        "negatives": "shared",
+        "bank_placement": "sharded",
+        "bank_dtype": "float16",
+    },
+    "softmax sharded accumulate": {
+        "objective": "softmax",
+        "bank_placement": "sharded",
+        "accumulate": 2,
+    },
 }
 
 
@@ -102,9 +113,19 @@ def runs(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
         folder = root / str(world_size)
         configs = [config(image_tree, folder / name, **v) for name, v in VARIANTS.items()]
         epochs = 4 if world_size == 2 else 7
-        moved = config(image_tree, root / "moved", monitor_every=0, epochs=epochs)
-        assert run([*configs, moved], world_size) == [0] * world_size
-    return {0: root / "moved", 1: root / "1", 2: root / "2"}
+        placement = "sharded" if world_size == 2 else "cpu"
+        moved = [
+            config(image_tree, root / "moved", monitor_every=0, epochs=epochs),
+            config(
+                image_tree,
+                root / "sharded",
+                monitor_every=0,
+                epochs=epochs,
+                bank_placement=placement,
+            ),
+        ]
+        assert run([*configs, *moved], world_size) == [0] * world_size
+    return {0: root / "moved", 1: root / "1", 2: root / "2", -1: root / "sharded"}
 
 
 def bank(run: Path) -> torch.Tensor:
@@ -116,14 +137,24 @@ def test_two_processes_train_like_one(runs: dict[int, Path], variant: str) -> No
     one, two = (read_jsonl(runs[size] / variant / "metrics.jsonl") for size in (1, 2))
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (one, two)]
     assert len(losses[0]) == 21
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    # A row that differs in its last bit may be rounded to the other half-precision neighbour, and
+    # over the steps that grows; one step agrees to 1e-5: test_sharded_bank.py.
+    half = "half" in variant
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4, rel=1e-4 if half else 0)
     assert len(set(losses[0])) == 21
-    torch.testing.assert_close(bank(runs[1] / variant), bank(runs[2] / variant), atol=1e-4, rtol=0)
+    banks = (bank(runs[size] / variant) for size in (1, 2))
+    torch.testing.assert_close(*banks, atol=1e-3 if half else 1e-4, rtol=0)
     assert {"knn_bank", "knn_recomputed"} <= two[-1].keys()
 
 
 def test_a_run_moves_from_two_processes_to_one(runs: dict[int, Path]) -> None:
     torch.testing.assert_close(bank(runs[0]), bank(runs[1] / "nce"), atol=1e-4, rtol=0)
+
+
+def test_a_run_moves_from_a_sharded_bank_to_host_memory(runs: dict[int, Path]) -> None:
+    torch.testing.assert_close(bank(runs[-1]), bank(runs[1] / "nce"), atol=1e-4, rtol=0)
+    rows = read_jsonl(runs[-1] / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 22))
 
 
 def test_banks_that_differ_stop_training(image_tree: Path, tmp_path: Path) -> None:

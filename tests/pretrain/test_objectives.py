@@ -74,7 +74,7 @@ def test_softmax_equals_the_definition_for_every_chunk_size(
 def test_nce_equals_the_definition(
     monkeypatch: pytest.MonkeyPatch, shared: bool, z: float, chunk_elements: int
 ) -> None:
-    monkeypatch.setattr(objectives, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(objectives, "GATHERED_ELEMENTS", chunk_elements)
     noise = draw_noise(len(BANK), range(1 if shared else len(OWN)), 9, seed=0, step=0)
     features = FEATURES.clone().requires_grad_()
     positive = objectives.positive_logits(features, BANK[OWN], TAU)
@@ -90,6 +90,29 @@ def test_nce_equals_the_definition(
         assert losses[b].item() == pytest.approx(oracle(FEATURES[b].double()), rel=1e-5)
         gradient = numeric_gradient(oracle, FEATURES[b])
         torch.testing.assert_close(features.grad[b].double(), gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["softmax", "per-image", "shared"])
+def test_a_half_precision_bank_is_rounded_storage_and_nothing_more(way: str) -> None:
+    """Products and sums are those of the rounded rows in float32: no second rounding."""
+    half = unit_rows(500, 16, seed=3).half()
+    features = unit_rows(4, 16, seed=2)
+    noise = draw_noise(500, range(1 if way == "shared" else 4), 64, seed=0, step=0)
+
+    def losses(f: Tensor, bank: Tensor) -> Tensor:
+        if way == "softmax":
+            return objectives.log_normalizer(f, bank, TAU)
+        return objectives.noise_logits(f, bank, noise, TAU).exp().sum(dim=1)
+
+    found = []
+    for bank in (half, half.float()):
+        f = features.clone().requires_grad_()
+        value = losses(f, bank)
+        assert value.dtype == torch.float32
+        value.sum().backward()
+        found.append((value.detach(), f.grad))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-4)
 
 
 def test_nce_takes_a_normalizer_per_image() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.checkpoint import load_checkpoint
+from instdisc.checkpoint import load_checkpoint, save_checkpoint
 from instdisc.cli import Interrupted, UserError, to_dict
 from instdisc.runs import read_jsonl
 from instdisc.weights import load_backbone
@@ -209,6 +209,57 @@ def test_every_objective_trains_and_the_monitor_reports(
     assert 0 <= rows[-1]["knn_bank"] <= 100
     assert 0 <= rows[-1]["knn_recomputed"] <= 100
     assert all(torch.isfinite(torch.tensor(r["loss"])) for r in rows if "loss" in r)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_every_placement_of_one_process_trains_the_same_run(
+    image_tree: Path, tmp_path: Path, whole_run: Path, dtype: str
+) -> None:
+    """And a run that changes its placement in the middle goes on as if nothing had happened."""
+    first = tmp_path / "replicated"
+    pretrain(config(image_tree, first, bank_dtype=dtype))
+    moved = tmp_path / "moved"
+    for epochs, placement in ((1, "sharded"), (2, "cpu"), (3, "sharded")):
+        run = config(image_tree, moved, bank_dtype=dtype, bank_placement=placement, epochs=epochs)
+        pretrain(run)
+    assert_same_run(first, moved)
+    assert str(load_checkpoint(first / "last.pt", "train")["bank"].dtype) == f"torch.{dtype}"
+    if dtype == "float32":
+        assert_same_run(first, whole_run)
+
+
+def test_a_checkpoint_older_than_an_option_goes_on_with_its_default(
+    image_tree: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    pretrain(config(image_tree, output, epochs=1))
+    state = load_checkpoint(output / "last.pt", "train")
+    for name in ("bank_dtype", "bank_placement"):
+        del state["config"][name]
+    save_checkpoint(output / "last.pt", "train", state)
+    with pytest.raises(UserError, match="bank_dtype was float32, is float16"):
+        pretrain(config(image_tree, output, epochs=2, bank_dtype="float16"))
+    pretrain(config(image_tree, output, epochs=2))
+    assert load_checkpoint(output / "last.pt", "train")["step"] == 6
+
+
+PARTS = {"data", "forward", "objective", "backward", "optimizer", "bank"}
+
+
+def test_a_run_says_where_its_time_goes(whole_run: Path) -> None:
+    rows = read_jsonl(whole_run / "metrics.jsonl")
+    for prefix, wanted in (("time_", "loss"), ("epoch_time_", "epoch_loss")):
+        found = [row for row in rows if wanted in row]
+        assert found
+        for row in found:
+            shares = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+            assert shares.keys() == PARTS
+            assert sum(shares.values()) == pytest.approx(100)
+            assert all(share > 0 for share in shares.values())
+    lines = (whole_run / "log.txt").read_text().splitlines()
+    epochs = [line for line in lines if " epoch 3/3 " in line]
+    assert len(epochs) == 1
+    assert all(f"{part} " in epochs[0] for part in PARTS)
 
 
 def test_a_run_folder_holds_what_it_should(whole_run: Path, image_tree: Path) -> None:
