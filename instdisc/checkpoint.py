@@ -8,9 +8,15 @@ between pretraining, converters and transfer tasks:
     projection               weight and bias of the 128-d head, or None for imported networks
     input                    size and pixel statistics it was trained with (see transforms.py)
     pretraining              config, data set and its fingerprint, epoch, provenance
+
+Beside last.pt lies the one before it (last.previous.pt): a file that fails its checksum is set
+aside, and the run goes on from the other.
 """
 
+import contextlib
+import errno
 import hashlib
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -21,14 +27,33 @@ import torch
 from torch import Tensor
 
 from instdisc.cli import UserError
+from instdisc.run_log import LOGGER
 from instdisc.runs import atomic_file
 
 Schema = Literal["train", "backbone"]
 FORMAT = "instdisc/{}/1"
 
 
-def save_checkpoint(path: Path, schema: Schema, payload: Mapping[str, Any]) -> None:
-    """Writes a checkpoint whole or not at all; the previous one survives a failure."""
+class DamagedFile(UserError):
+    """A file whose content is not what was written to it, or was never a checkpoint."""
+
+
+def previous_of(path: Path) -> Path:
+    """Where the checkpoint before the one at `path` lies."""
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def save_checkpoint(
+    path: Path, schema: Schema, payload: Mapping[str, Any], *, keep_previous: bool = False
+) -> None:
+    """Writes a checkpoint whole or not at all; the previous one survives a failure.
+
+    Args:
+        path: the file.
+        schema: which of the two kinds.
+        payload: its content.
+        keep_previous: the file that is there stays, as `previous_of(path)`.
+    """
     with atomic_file(path) as file:
         try:
             torch.save({"format": FORMAT.format(schema), **payload}, file)
@@ -38,6 +63,71 @@ def save_checkpoint(path: Path, schema: Schema, payload: Mapping[str, Any]) -> N
             if isinstance(cause, OSError):
                 raise cause from None
             raise
+        if keep_previous and path.exists():
+            file.flush()
+            os.fsync(file.fileno())  # a full disk is found out before the older one is given up
+            _keep_previous(path)
+
+
+def _keep_previous(path: Path) -> None:
+    """Gives the file a second name, so that there is no moment without a file at `path`."""
+    older = previous_of(path)
+    temporary = older.with_name(f".{older.name}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.hardlink_to(path)
+        temporary.replace(older)
+    except OSError:  # a file system without links
+        path.replace(older)
+
+
+def remove_checkpoints(path: Path) -> None:
+    """Removes the checkpoint at `path` and the one before it."""
+    path.unlink(missing_ok=True)
+    previous_of(path).unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged file so that nothing takes it for a good one; another may have done so."""
+    aside = path.with_name(path.name + ".damaged")
+    with contextlib.suppress(FileNotFoundError):
+        path.replace(aside)
+    return aside
+
+
+def load_last(
+    path: Path, schema: Schema, *, mapped: bool = False, rename: bool = True
+) -> dict[str, Any] | None:
+    """The checkpoint at `path`; if it is damaged or gone, the one before it; None without any.
+
+    Args:
+        path: the file that `save_checkpoint` writes with `keep_previous`.
+        schema: which of the two kinds.
+        mapped: as in `load_file`.
+        rename: set a damaged file aside, if the older one is good; for one process of several.
+
+    Raises:
+        UserError: there are checkpoints and none loads; they are left as they are.
+    """
+    damage: DamagedFile | None = None
+    for file in (path, previous_of(path)):
+        try:
+            state = load_checkpoint(file, schema, mapped=mapped)
+        except DamagedFile as error:
+            damage = damage or error
+            continue
+        except UserError:
+            if file.exists():
+                raise
+            continue
+        if damage is not None:
+            if rename:
+                set_aside(path)
+            LOGGER.warning(f"{damage}; it is set aside ({path.name}.damaged), {file} is used")
+        return state
+    if damage is not None:
+        raise damage
+    return None
 
 
 def load_file(path: Path, *, mapped: bool = False) -> Any:
@@ -59,16 +149,24 @@ def load_file(path: Path, *, mapped: bool = False) -> Any:
         raise UserError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a folder: name the file in it") from None
-    except (EOFError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{path} cannot be read ({reason}): it is truncated or no checkpoint; use another one"
-        ) from None
+    except OSError as error:
+        if error.errno != errno.EIO:  # no permission, or no memory: not the file's fault
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise _damaged(path, error) from None
+    except (EOFError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise _damaged(path, error) from None
     except pickle.UnpicklingError:
-        raise UserError(
+        raise DamagedFile(
             f"{path} holds more than tensors and plain values, and is not run for that reason: "
             "convert it with `python pretrain/import_weights.py`"
         ) from None
+
+
+def _damaged(path: Path, error: Exception) -> DamagedFile:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return DamagedFile(
+        f"{path} cannot be read ({reason}): it is truncated or no checkpoint; use another one"
+    )
 
 
 def load_checkpoint(path: Path, schema: Schema, *, mapped: bool = False) -> dict[str, Any]:

@@ -190,6 +190,11 @@ class PretrainConfig:
         10.0,
         "longest time between checkpoints; one more at the end of each epoch; 0 saves every step",
     )
+    on_nan: tuple[str, ...] = _run(
+        ("stop",),
+        "when the loss is no number: stop, or `skip N`: leave out up to N such batches",
+        metavar="HOW",
+    )
     tensorboard: bool = _run(True, "write TensorBoard events")
 
     def __post_init__(self) -> None:
@@ -230,6 +235,7 @@ class PretrainConfig:
             if not holds:
                 raise UserError(message)
         parse_normalizer(self.normalizer)
+        parse_on_nan(self.on_nan)
 
     @classmethod
     def recipe_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,3 +264,12 @@ def parse_normalizer(text: str) -> tuple[str, float]:
     raise UserError(
         f"--normalizer {text}: write first-batches:N, ema, fixed:VALUE (Z, positive) or exact"
     )
+
+
+def parse_on_nan(words: tuple[str, ...]) -> int:
+    """How many batches may be left out: 0 for `stop`, N for `skip N`."""
+    if words == ("stop",):
+        return 0
+    if len(words) == 2 and words[0] == "skip" and words[1].isdecimal() and int(words[1]) > 0:
+        return int(words[1])
+    raise UserError(f"--on-nan {' '.join(words)}: write stop, or skip N with N at least 1")

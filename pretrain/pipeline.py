@@ -1,8 +1,10 @@
 """pretrain(config): the whole of a pretraining run, also for use from Python."""
 
+import contextlib
 from pathlib import Path
 
 from instdisc import dist
+from instdisc.locks import lock_folder
 from instdisc.run_log import LOGGER, setup_logging
 from pretrain.config import PretrainConfig
 from pretrain.session import Session
@@ -16,19 +18,25 @@ def pretrain(config: PretrainConfig) -> Path:
     session = Session(config, process)
     backbone = session.output / "backbone.pt"
     try:
-        checkpoint = session.find_checkpoint()
-        trainer = Trainer(session)
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        if trainer.step >= trainer.num_steps:
-            LOGGER.info(f"{session.output} is finished ({config.epochs} epochs): nothing to do")
-            return backbone
-        session.open_folder()
-        LOGGER.info(session.describe(trainer.model))
-        if trainer.step:
-            LOGGER.info(f"going on after step {trainer.step} of {trainer.num_steps}")
-        trainer.train()
-        LOGGER.info(f"done: {backbone}")
+        with lock_folder(session.output) if process.is_main else contextlib.nullcontext():
+            _train(session)
         return backbone
     finally:
         dist.close()
+
+
+def _train(session: Session) -> None:
+    config = session.config
+    checkpoint = session.find_checkpoint()
+    trainer = Trainer(session)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    if trainer.step >= trainer.num_steps:
+        LOGGER.info(f"{session.output} is finished ({config.epochs} epochs): nothing to do")
+        return
+    session.open_folder()
+    LOGGER.info(session.describe(trainer.model))
+    if trainer.step:
+        LOGGER.info(f"going on after step {trainer.step} of {trainer.num_steps}")
+    trainer.train()
+    LOGGER.info(f"done: {session.output / 'backbone.pt'}")

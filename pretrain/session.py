@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from instdisc import dist
 from instdisc.backbones import Embedding, build_backbone, num_parameters
-from instdisc.checkpoint import load_checkpoint
+from instdisc.checkpoint import load_checkpoint, load_last
 from instdisc.cli import UserError, to_dict, volatile_fields
 from instdisc.data import (
     ImageSet,
@@ -23,6 +22,7 @@ from instdisc.data import (
 )
 from instdisc.dist import Process
 from instdisc.locations import locate_data
+from instdisc.locks import empty_folder
 from instdisc.run_log import LOGGER, setup_logging
 from instdisc.runs import provenance, runs_root, write_json
 from instdisc.seed import seeded
@@ -150,8 +150,6 @@ class Session:
         if config.overwrite:
             self._delete_run()
         path = self.last_checkpoint if config.resume in ("auto", "never") else Path(config.resume)
-        if config.resume == "auto" and not path.exists():
-            return None
         if config.resume == "never":
             if path.exists():
                 raise UserError(
@@ -159,18 +157,23 @@ class Session:
                 )
             return None
         # With a sharded bank no process wants all rows in its memory: they stay in the file.
-        state = load_checkpoint(path, "train", mapped=config.bank_placement == "sharded")
-        self._check_same_run(state, path)
+        mapped = config.bank_placement == "sharded"
+        if config.resume == "auto":
+            state = load_last(path, "train", mapped=mapped, rename=self.is_main)
+        else:
+            state = load_checkpoint(path, "train", mapped=mapped)
+        if state is not None:
+            self._check_same_run(state, path)
         return state
 
     def _delete_run(self) -> None:
-        if self.output.exists() and any(self.output.iterdir()):
+        if self.output.exists() and any(self.output.glob("[!.]*")):
             if not (self.output / "config.json").exists():
                 raise UserError(
                     f"{self.output} is not a run folder, so --overwrite leaves it alone"
                 )
             if self.is_main:
-                shutil.rmtree(self.output)
+                empty_folder(self.output)
         dist.barrier()
 
     def _check_same_run(self, state: dict[str, Any], path: Path) -> None:

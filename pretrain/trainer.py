@@ -6,7 +6,6 @@ and going on from it gives the run that would have been, bit for bit on a CPU wi
 """
 
 import contextlib
-import math
 import time
 from typing import Any
 
@@ -27,6 +26,7 @@ from instdisc.throughput import StepClock
 from instdisc.transforms import pretrain_transform
 from pretrain.criterion import Criterion
 from pretrain.journal import Journal
+from pretrain.nan_guard import NanGuard
 from pretrain.placement import build_bank
 from pretrain.session import Session
 
@@ -59,6 +59,7 @@ class Trainer:
         self.step = 0
         self.epoch_loss = 0.0  # sum over the steps of this epoch so far
         self.bad_images: set[str] = set()
+        self.nan_guard = NanGuard(session, (self.model, self.criterion))
 
     def _parallel(self, module: nn.Module) -> nn.Module:
         if self.process.world_size == 1 or not any(True for _ in module.parameters()):
@@ -73,6 +74,7 @@ class Trainer:
             "data_fingerprint": self.session.train.fingerprint,
             "step": self.step,
             "epoch_loss": self.epoch_loss,
+            "num_skipped": self.nan_guard.num_skipped,
             "model": self.model.state_dict(),
             "criterion": self.criterion.state_dict(),
             "bank": bank,
@@ -84,6 +86,7 @@ class Trainer:
         """Takes over the state of a checkpoint, which Session has found to fit this run."""
         self.step = state["step"]
         self.epoch_loss = state["epoch_loss"]
+        self.nan_guard.num_skipped = state.get("num_skipped", 0)
         self.model.load_state_dict(state["model"])
         self.criterion.load_state_dict(state["criterion"])
         self.bank.load(state["bank"])
@@ -120,6 +123,7 @@ class Trainer:
         # Dropout draws from torch's global generator: key it by the step, like everything else.
         seed_global(config.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
+        self.nan_guard.before_step()
         mark = self.clock.mark
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         total = torch.zeros((), device=device)
@@ -150,12 +154,14 @@ class Trainer:
             mark("backward")
             total += loss.detach()
             seen.append((indices, features.detach(), valid))
-        self._refuse_nan(total, seen)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        mark("optimizer")
-        self._update_bank(*(torch.cat(column) for column in zip(*seen, strict=True)))
-        mark("bank")
+        if self.nan_guard.accepts(total, self.step, (part[0] for part in seen)):
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            mark("optimizer")
+            self._update_bank(*(torch.cat(column) for column in zip(*seen, strict=True)))
+            mark("bank")
+        else:
+            total = torch.zeros_like(total)
         self.step += 1
         return total
 
@@ -176,15 +182,6 @@ class Trainer:
                 if isinstance(module, DistributedDataParallel) and not last:
                     stack.enter_context(module.no_sync())
             yield
-
-    def _refuse_nan(self, loss: Tensor, seen: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-        if math.isfinite(loss.item()):
-            return
-        names = [self.session.train.name(int(i)) for batch in seen for i in batch[0][:3]]
-        raise UserError(
-            f"the loss is {loss.item()} at step {self.step} (images {', '.join(names[:3])}, ...): "
-            f"lower --lr and resume from {self.session.last_checkpoint}"
-        )
 
     def train(self) -> None:
         """Runs to the last epoch, or to the first signal."""
@@ -246,10 +243,12 @@ class Trainer:
 
     def save(self) -> None:
         """Writes last.pt, then backbone.pt, by the first process; all of them take part."""
+        self.nan_guard.check_weights(self.step)
         rows = self.bank.assemble()
         if self.session.is_main:
             assert rows is not None
-            save_checkpoint(self.session.last_checkpoint, "train", self.state(rows))
+            last, state = self.session.last_checkpoint, self.state(rows)
+            save_checkpoint(last, "train", state, keep_previous=True)
             save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
         dist.barrier()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from instdisc import dist
 from instdisc.backbones import Backbone, build_backbone
-from instdisc.checkpoint import weights_hash
+from instdisc.checkpoint import remove_checkpoints, weights_hash
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process
@@ -214,6 +214,6 @@ def run_trial(
     if process.is_main:
         write_json(folder / "result.json", done)
         if not config.keep_checkpoint:
-            trainer.last_checkpoint.unlink(missing_ok=True)
+            remove_checkpoints(trainer.last_checkpoint)
     dist.barrier()
     return done

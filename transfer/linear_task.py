@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instdisc import dist
+from instdisc.checkpoint import remove_checkpoints
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.results import Result, config_hash
@@ -98,7 +98,7 @@ class LinearProbing:
         self.task.write_results(rows)
         if self.task.is_main:
             for trainer in self.checkpoints:
-                trainer.last_checkpoint.unlink(missing_ok=True)
+                remove_checkpoints(trainer.last_checkpoint)
         return rows
 
     @contextlib.contextmanager
@@ -280,4 +280,4 @@ def run_linear(config: LinearConfig) -> list[Result]:
         print_table(rows)
         return rows
     finally:
-        dist.close()
+        task.close()

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from instdisc import dist
 from instdisc.cli import UserError
 from instdisc.results import Result, check_results, summarize
 from instdisc.run_log import LOGGER
@@ -183,4 +182,4 @@ def run_semisup(config: SemisupConfig) -> list[Result]:
             LOGGER.info(f"figure: {' and '.join(str(file) for file in files)}")
         return rows
     finally:
-        dist.close()
+        task.close()

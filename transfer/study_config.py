@@ -14,7 +14,7 @@ TASKS = ("knn", "retrieve", "linear", "semisup", "detect")
 # Of a pretraining's configuration, what says where and how it ran, but not what was learnt.
 NOT_DECISIVE = (
     *("data", "output", "resume", "overwrite", "device", "workers", "monitor_every"),
-    *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement"),
+    *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement", "on_nan"),
 )
 DETECTORS = {
     "alexnet": "fast_alexnet",

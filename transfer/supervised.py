@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from instdisc import dist
-from instdisc.checkpoint import load_checkpoint, save_checkpoint
+from instdisc.checkpoint import load_last, save_checkpoint
 from instdisc.cli import UserError
 from instdisc.dist import Process
 from instdisc.run_log import LOGGER, MetricsLog, StepBar
@@ -128,10 +128,12 @@ class SupervisedTrainer:
         }
 
     def restore(self) -> None:
-        """Goes on from last.pt, if there is one."""
-        if not dist.broadcast_flag(self.last_checkpoint.exists(), self.process.device):
+        """Goes on from last.pt, if there is one; from the one before it, if it is damaged."""
+        state = load_last(self.last_checkpoint, "train", rename=self.process.is_main)
+        if not dist.broadcast_flag(state is not None, self.process.device):
             return
-        state = load_checkpoint(self.last_checkpoint, "train")
+        if state is None:
+            raise UserError(f"{self.last_checkpoint} is not seen by all processes: share its disk")
         if state["key"] != self.problem.key:
             raise UserError(f"{self.last_checkpoint} is of another run: remove it")
         self.step = state["step"]
@@ -230,5 +232,5 @@ class SupervisedTrainer:
     def save(self) -> None:
         """Writes last.pt, by the first process."""
         if self.process.is_main:
-            save_checkpoint(self.last_checkpoint, "train", self.state())
+            save_checkpoint(self.last_checkpoint, "train", self.state(), keep_previous=True)
         dist.barrier()

@@ -1,5 +1,6 @@
 """What every transfer command works with: a network, images, a run folder, and result rows."""
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -16,6 +17,7 @@ from instdisc.cli import UserError, to_dict, volatile_fields
 from instdisc.data import ImageSet, Split, has_split, load_images
 from instdisc.dist import Process, init_process
 from instdisc.locations import DataLocation, locate_data
+from instdisc.locks import lock_folder
 from instdisc.results import Result, append_results, config_hash
 from instdisc.run_log import LOGGER, setup_logging
 from instdisc.runs import runs_root, write_json
@@ -23,6 +25,8 @@ from instdisc.weights import Weights, open_weights
 from transfer.config import TransferConfig
 from transfer.study_config import NOT_DECISIVE
 
+# Commands that keep what is half done in their folder, and must have it to themselves.
+EXCLUSIVE = ("semisup", "linear")
 DEMO_BANNER = """
 ************************************************************************
 *  DEMO DATA. These numbers are of the small images that come with the *
@@ -41,6 +45,7 @@ class Task:
         process: this process.
         weights: the network, in eval mode, on the process's device.
         location: where the images are.
+        held: what `close` gives back, such as the lock of the run folder.
     """
 
     name: str
@@ -48,6 +53,12 @@ class Task:
     process: Process
     weights: Weights
     location: DataLocation
+    held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+
+    def close(self) -> None:
+        """Gives the run folder back, and leaves the process group."""
+        self.held.close()
+        dist.close()
 
     @property
     def is_main(self) -> bool:
@@ -191,6 +202,8 @@ def open_task(name: str, config: TransferConfig) -> Task:
     for module in (weights.backbone, weights.embedding):
         if module is not None:
             module.to(process.device).eval()
+    if process.is_main and name in EXCLUSIVE:
+        task.held.enter_context(lock_folder(task.output))
     setup_logging(task.output / "log.txt", is_main=process.is_main)
     if process.is_main:
         write_json(task.output / "config.json", to_dict(config))

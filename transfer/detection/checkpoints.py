@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
+from instdisc.checkpoint import DamagedFile, load_file, set_aside
 from instdisc.cli import UserError
 from instdisc.export.contract import torch_file
 from instdisc.runs import write_text
@@ -51,12 +52,13 @@ class AtomicCheckpointer(DetectionCheckpointer):
         ]
         for path in reversed(found):
             try:
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                load_file(path, mapped=True)
                 return path
-            except (RuntimeError, OSError, EOFError, ValueError) as error:
-                reason = str(error).partition("\n")[0]
-                path.replace(path.with_name(path.name + ".damaged"))
-                self.logger.warning(f"{path} does not load ({reason}): set aside")
+            except DamagedFile as error:
+                self.logger.warning(f"{error}; it is set aside ({set_aside(path).name})")
+            except UserError:
+                if path.exists():  # else another process has set it aside
+                    raise
         if found:
             raise UserError(f"no checkpoint in {folder} loads: start again with --no-resume")
         return None

@@ -7,7 +7,6 @@ then cuts at TOPK, so every file written here has strictly falling scores. Pickl
 running anything: numbers, strings, lists, dicts and arrays come out, all else is refused.
 """
 
-import os
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.io.matlab import MatReadError
 
 from instdisc.cli import UserError
+from instdisc.runs import atomic_file
 from transfer.detection.plain_pickle import load_plain_pickle
 from transfer.detection.voc import XYXY_ABS
 
@@ -93,11 +93,8 @@ def write_proposals(
         "objectness_logits": proposals.scores,
         "bbox_mode": XYXY_ABS,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("wb") as stream:
+    with atomic_file(path) as stream:
         pickle.dump(content, stream, protocol=4)
-    part.replace(path)
 
 
 def read_proposals(path: Path) -> Proposals:

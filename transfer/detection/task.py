@@ -1,5 +1,6 @@
 """transfer/detect.py at work: weights, recipe, trials, result rows (section 4.4)."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,6 +14,7 @@ from detectron2.config import CfgNode
 from instdisc import dist
 from instdisc.cli import UserError, to_dict, volatile_fields
 from instdisc.dist import Process
+from instdisc.locks import lock_folder
 from instdisc.results import Result, append_results, config_hash
 from instdisc.run_log import LOGGER
 from instdisc.runs import runs_root, write_json, write_text
@@ -65,14 +67,15 @@ class Study:
 def run_detect(config: DetectConfig, process: Process) -> None:
     """Trains and evaluates every trial, then says the mean."""
     folder = config.output or runs_root() / "detect" / config.run_name
-    route_logs(folder / "log.txt", is_main=process.is_main)
-    study = _open(config, process, folder)
-    if process.is_main:
-        _claim(study)
-    dist.barrier()
-    values = [_run_trial(study, trial) for trial in range(config.trials)]
-    if process.is_main:
-        _conclude(study, values)
+    with lock_folder(folder) if process.is_main else contextlib.nullcontext():
+        route_logs(folder / "log.txt", is_main=process.is_main)
+        study = _open(config, process, folder)
+        if process.is_main:
+            _claim(study)
+        dist.barrier()
+        values = [_run_trial(study, trial) for trial in range(config.trials)]
+        if process.is_main:
+            _conclude(study, values)
 
 
 def _open(config: DetectConfig, process: Process, folder: Path) -> Study:

@@ -1,32 +1,31 @@
 """Converted weights through Detectron2's checkpointer into the detectors of detection_configs/."""
 
 from collections.abc import Callable
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import get_cfg
 from detectron2.modeling import build_backbone, build_model
 from torch import Tensor
 
 from instdisc.export import detectron2_backbones  # noqa: F401 # registers AlexNet and VGG16
 from instdisc.export.contract import Source
 from instdisc.export.verify import reference_outputs
+from transfer.detection import roi_heads  # noqa: F401 # registers the res5 head
+from transfer.detection.recipe import adapt_to_weights, read_config
+from transfer.detection.settings import find_config
 
 CONFIGS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 # Stages that a detector computes over the whole image, and the name of its output there.
 SHOWN = {"alexnet": ("conv5", "conv5"), "vgg16": ("conv5", "conv5"), "resnet50": ("conv4", "res4")}
 
 
-def read_config(name: str, folder: Path) -> Any:
-    cfg = get_cfg()
-    with as_file(files("detection_configs") / f"{name}.yaml") as path:
-        cfg.merge_from_file(str(path))
-    cfg.merge_from_file(str(folder / "detectron2.yaml"))
-    cfg.MODEL.DEVICE = "cpu"
+def detector_config(name: str, folder: Path) -> Any:
+    cfg = read_config(find_config(Path(name)), ("MODEL.DEVICE", "cpu"))
+    adapt_to_weights(cfg, yaml.safe_load((folder / "detectron2.yaml").read_text()))
     return cfg
 
 
@@ -52,7 +51,7 @@ def test_the_papers_detectors_take_every_tensor_and_give_the_same_features(
     arch: str, source: Callable[..., Source], exported: Callable[..., Path]
 ) -> None:
     folder = exported(arch, "detectron2")
-    cfg = read_config(CONFIGS[arch], folder)
+    cfg = detector_config(CONFIGS[arch], folder)
     assert cfg.INPUT.FORMAT == "RGB"
     model = build_model(cfg).eval()
     state = load(model, folder)
@@ -80,7 +79,7 @@ def test_resnet18s_backbone_loads_with_its_config(
     source: Callable[..., Source], exported: Callable[..., Path]
 ) -> None:
     folder = exported("resnet18", "detectron2")
-    cfg = read_config("faster_r18", folder)
+    cfg = detector_config("faster_r18", folder)
     cfg.MODEL.RESNETS.OUT_FEATURES = ["res5"]
     model = build_backbone(cfg).eval()
     state = load(model, folder)
