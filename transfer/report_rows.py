@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from instdisc.cli import UserError
 from instdisc.results import Result
 from transfer.paper_numbers import Kind
 
@@ -191,9 +192,24 @@ def _measure(values: Iterable[float]) -> Measured:
     return Measured(statistics.fmean(numbers), std, len(numbers))
 
 
+def _check(row: Result) -> None:
+    """Refuses a row whose words do not say what they should, such as `labeled=much`."""
+    try:
+        find_network(row)
+        split_protocol(row)
+        name_data(row)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise UserError(
+            f"the {row.task} row of {row.weights} ({row.protocol}, seed {row.seed}) cannot be told "
+            f"({type(error).__name__}: {error}): remove it from the results"
+        ) from None
+
+
 def collect(rows: Iterable[Result]) -> list[Entry]:
     """One entry per measurement; of one repetition the latest row counts."""
     rows = list(rows)
+    for row in rows:
+        _check(row)
     # Of several image lists with the size of one benchmark, that with most rows is meant.
     lists = Counter((name_data(row), row.data_fingerprint) for row in rows)
     usual = {data: fingerprint for (data, fingerprint), _ in reversed(lists.most_common())}

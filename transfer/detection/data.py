@@ -20,6 +20,7 @@ from instdisc.cli import UserError
 from instdisc.demo import write_detection
 from instdisc.runs import runs_root
 from instdisc.seed import derive_seed, generator
+from instdisc.signals import leave_signals_to_parent
 from transfer.detection.proposal_files import Proposals, read_proposals
 from transfer.detection.proposals import check_proposals, make_proposals, proposal_file
 from transfer.detection.voc import VocSplit, find_class_names, fingerprint, read_voc
@@ -250,6 +251,16 @@ def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return batch
 
 
+def _build_loader(images: MappedImages, batches: Any, workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        images,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=_as_list,
+        worker_init_fn=leave_signals_to_parent,
+    )
+
+
 def build_train_loader(
     cfg: CfgNode, data: VocData, seed: int, start: int, rank: int, world_size: int
 ) -> DataLoader[Any]:
@@ -270,7 +281,7 @@ def build_train_loader(
     )
     images = MappedImages(data.train, DatasetMapper(cfg, is_train=True), seed)
     workers = cfg.DATALOADER.NUM_WORKERS
-    return DataLoader(images, batch_sampler=order, num_workers=workers, collate_fn=_as_list)
+    return _build_loader(images, order, workers)
 
 
 def build_test_loader(
@@ -281,4 +292,4 @@ def build_test_loader(
     mine = [[(index, index)] for index in list(chosen)[rank::world_size]]
     images = MappedImages(data.test, DatasetMapper(cfg, is_train=False), seed=0)
     workers = cfg.DATALOADER.NUM_WORKERS
-    return DataLoader(images, batch_sampler=mine, num_workers=workers, collate_fn=_as_list)
+    return _build_loader(images, mine, workers)

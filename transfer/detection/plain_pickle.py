@@ -5,6 +5,7 @@ Numbers, strings, lists, dicts and arrays come out; a file that names anything e
 
 import pickle
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -93,6 +94,8 @@ def load_plain_pickle(path: Path) -> Any:
         raise UserError(f"no file {path}") from None
     except (pickle.UnpicklingError, EOFError, ValueError, TypeError) as error:
         reason = str(error)
-    except (AttributeError, LookupError, OverflowError) as error:
+    except (AttributeError, LookupError, ArithmeticError, AssertionError, struct.error) as error:
         reason = str(error)
+    except (MemoryError, RecursionError):
+        reason = "it wants more memory than there is"
     raise UserError(f"{path} is not a pickle of plain arrays, refused: {reason}")

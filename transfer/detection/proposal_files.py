@@ -7,9 +7,11 @@ then cuts at TOPK, so every file written here has strictly falling scores. Pickl
 running anything: numbers, strings, lists, dicts and arrays come out, all else is refused.
 """
 
+import functools
 import pickle
+import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,12 @@ from transfer.detection.voc import XYXY_ABS
 
 XYWH_ABS = 1  # detectron2.structures.BoxMode.XYWH_ABS
 Array = NDArray[np.float32]
+# What a file raises that has other things in the places of boxes, ids and scores.
+ODD = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError)
+MAT_ERRORS = (
+    *(*ODD, OSError, zlib.error, MatReadError, struct.error, MemoryError, RecursionError),
+    *(AssertionError, NameError),  # SciPy's own, for tags out of their order
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,25 @@ def read_proposals(path: Path) -> Proposals:
     return from_detectron_pkl(path)
 
 
+Reader = Callable[..., Proposals]
+
+
+def _refusing_odd(reader: Reader) -> Reader:
+    """One line instead of a traceback for a file with odd content."""
+
+    @functools.wraps(reader)
+    def read(path: Path, ids: Sequence[str] | None = None) -> Proposals:
+        try:
+            return reader(path, ids)
+        except UserError:
+            raise
+        except ODD as error:
+            raise UserError(f"{path} is no proposal file that is known: {error}") from None
+
+    return read
+
+
+@_refusing_odd
 def from_detectron_pkl(path: Path, ids: Sequence[str] | None = None) -> Proposals:
     """Reads proposals of Detectron or Detectron2, boxes taken as Detectron2 takes them.
 
@@ -128,6 +155,7 @@ def from_detectron_pkl(path: Path, ids: Sequence[str] | None = None) -> Proposal
     return proposals if ids is None else proposals.select(ids)
 
 
+@_refusing_odd
 def from_mat(path: Path, ids: Sequence[str] | None = None) -> Proposals:
     """Reads MATLAB files of selective search; which of two layouts is seen from the content.
 
@@ -144,8 +172,8 @@ def from_mat(path: Path, ids: Sequence[str] | None = None) -> Proposals:
         raise UserError(f"no file {path}") from None
     except NotImplementedError:
         raise UserError(f"{path} is MATLAB v7.3 (HDF5): save it with -v7 and try again") from None
-    except (ValueError, TypeError, OSError, zlib.error, MatReadError) as error:
-        raise UserError(f"{path} is not a MATLAB file: {error}") from None
+    except MAT_ERRORS as error:
+        raise UserError(f"{path} is not a MATLAB file: {error or type(error).__name__}") from None
     boxes = content.get("boxes")
     if boxes is None:
         raise UserError(f"{path} has no variable `boxes`: is it from selective search?")

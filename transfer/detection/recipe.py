@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from detectron2.config import CfgNode, get_cfg
@@ -50,22 +50,39 @@ def read_config(file: Path, opts: Sequence[str] = (), *, demo: bool = False) -> 
         cfg.merge_from_list(list(opts))
     except (KeyError, AssertionError, ValueError) as error:
         raise UserError(f"{' '.join(opts)}: {_reason(error)}") from None
-    if demo and "SOLVER.STEPS" not in opts:
-        cfg.SOLVER.STEPS = (max(1, round(0.8 * cfg.SOLVER.MAX_ITER)),)
-    scale_to_batch(cfg, opts)
-    # A drop at or after the end changes nothing, and Detectron2's scheduler refuses some of them.
-    cfg.SOLVER.STEPS = tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
+    try:
+        if demo and "SOLVER.STEPS" not in opts:
+            cfg.SOLVER.STEPS = (max(1, round(0.8 * cfg.SOLVER.MAX_ITER)),)
+        scale_to_batch(cfg, opts)
+        # A drop at or after the end changes nothing, and Detectron2's scheduler refuses some.
+        cfg.SOLVER.STEPS = tuple(step for step in cfg.SOLVER.STEPS if step < cfg.SOLVER.MAX_ITER)
+    except (KeyError, AttributeError, TypeError, ArithmeticError) as error:
+        raise UserError(f"{file}: SOLVER or TRANSFER makes no sense: {_reason(error)}") from None
     return cfg
+
+
+class _LocalConfig(CfgNode):
+    """Reads a config and its `_BASE_` from disk only; Detectron2's own would also fetch them."""
+
+    @classmethod
+    def _open_cfg(cls, filename: str) -> IO[str]:
+        if "://" in filename:
+            raise ValueError(f"_BASE_ is {filename}, and nothing is fetched: save it beside")
+        return Path(filename).open(encoding="utf-8")
 
 
 def _merge(cfg: CfgNode, file: Path) -> None:
     try:
-        cfg.merge_from_file(str(file))
+        _LocalConfig.load_yaml_with_base(str(file), allow_unsafe=False)
+        # Detectron2's default would run what a tag such as !!python/object/apply names.
+        cfg.merge_from_file(str(file), allow_unsafe=False)
+    except RecursionError:
+        raise UserError(f"{file}: nested too deeply, or a _BASE_ that names itself") from None
     except (KeyError, AssertionError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: {_reason(error)}") from None
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {_reason(error)}") from None
-    except FileNotFoundError as error:
+    except OSError as error:
         raise UserError(f"{file} names a _BASE_ that is not there: {error.filename}") from None
 
 
