@@ -49,6 +49,7 @@ def test_rows_missing_or_doubled_are_noticed(indices: list[int]) -> None:
         dist.gather_by_index(torch.ones(len(indices), 2), torch.tensor(indices), 3)
 
 
+@pytest.mark.slow
 def test_two_processes_extract_what_one_does(image_tree: Path, tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,6 +16,9 @@ from instdisc.cli import UserError
 from instdisc.dist import init_process
 from instdisc.runs import read_jsonl
 
+# Processes that start torch take seconds each.
+pytestmark = pytest.mark.slow
+
 # Run by each process. The backbone is free of batch statistics, so that its gradient does not
 # depend on how a batch is cut. Arguments: JSON of [port, config] pairs, run one after the other.
 WORKER = """

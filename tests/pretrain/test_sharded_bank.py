@@ -16,6 +16,9 @@ from pretrain.criterion import Criterion
 from pretrain.memory_bank import MemoryBank
 from pretrain.sharded_bank import ShardedBank, rows_of_rank
 
+# Processes that start torch take seconds each.
+pytestmark = pytest.mark.slow
+
 N, D, B, M = 203, 16, 8, 24  # 203 rows share evenly among neither 2 nor 4
 CASES: dict[str, dict[str, Any]] = {
     "softmax": {"objective": "softmax"},

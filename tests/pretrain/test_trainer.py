@@ -105,6 +105,7 @@ def whole_run(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     [(2, 0.0, 1), (5, 10.0, 3), (8, 0.0, 7)],
     ids=["in the first epoch", "back to the epoch's start", "in the last epoch"],
 )
+@pytest.mark.slow
 def test_a_killed_run_resumed_is_the_uninterrupted_run_bit_for_bit(
     image_tree: Path,
     tmp_path: Path,

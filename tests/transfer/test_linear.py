@@ -192,6 +192,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_two_processes_probe_like_one(tiny_source: str, tiny_network: Path, tmp_path: Path) -> None:
     """With stored features and with streamed images."""
     runs = [values(tmp_path / f"two-{cache}", cache=cache, cost=[1.0]) for cache in ("on", "off")]

@@ -255,6 +255,7 @@ def test_csv_has_numbers_as_numbers() -> None:
     assert len(rows) == printed
 
 
+@pytest.mark.slow
 def test_report_writes_page_markdown_tables_and_figures(tmp_path: Path) -> None:
     append_results(DATA.study_rows())
     DATA.write_runs(tmp_path / "runs")

@@ -90,6 +90,7 @@ def spawn(tiny_source: str, arguments: dict[str, Any], world_size: int = 1) -> l
     return [child.wait(300) for child in children]
 
 
+@pytest.mark.slow
 def test_sigkill_in_mid_run_and_the_same_command_is_exact(
     tiny_source: str, tiny_network: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_sigkill_in_mid_run_and_the_same_command_is_exact(
     assert rows[0].value == scores[0]["top1"]
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(tiny_source: str, tiny_network: Path, tmp_path: Path) -> None:
     """With 12 images in batches of 6 and 5, whose shares differ between the processes."""
     arguments = values(tmp_path / "two", batch_size=5)

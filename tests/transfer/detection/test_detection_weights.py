@@ -42,7 +42,10 @@ def initial(backbone_file: Callable[[str], Path], tmp_path: Path) -> Callable[[s
     return make
 
 
-@pytest.mark.parametrize("name", ARCHS)
+@pytest.mark.parametrize(
+    "name",
+    ["faster_r18", *(pytest.param(n, marks=pytest.mark.slow) for n in ARCHS if n != "faster_r18")],
+)
 def test_every_tensor_arrives_in_every_detector(
     name: str, initial: Callable[[str], Initial]
 ) -> None:
@@ -123,6 +126,7 @@ def test_another_architecture_is_refused(
         prepare("ours", str(backbone_file("resnet18")), "resnet50", tmp_path)
 
 
+@pytest.mark.slow
 def test_supervised_alexnet_features_start_a_detector(shared_data: Path, tmp_path: Path) -> None:
     file = shared_data / "weights" / "alexnet_features_imagenet.pth"
     start = prepare(f"supervised:{file}", None, "alexnet", tmp_path)

@@ -65,10 +65,10 @@ def test_a_half_batch_halves_the_rate_and_doubles_the_steps() -> None:
 
 
 def test_keys_that_are_given_are_not_scaled() -> None:
-    opts = ("SOLVER.IMS_PER_BATCH", "4", "SOLVER.MAX_ITER", "77", "SOLVER.BASE_LR", "0.5")
+    opts = ("SOLVER.IMS_PER_BATCH", "4", "SOLVER.MAX_ITER", "30000", "SOLVER.BASE_LR", "0.5")
     cfg = read_config(config("faster_r50"), opts)
-    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR) == (77, 0.5)
-    assert cfg.SOLVER.STEPS == (25000, 50000)
+    assert (cfg.SOLVER.MAX_ITER, cfg.SOLVER.BASE_LR) == (30000, 0.5)
+    assert cfg.SOLVER.STEPS == (25000,)  # half of 50,000; the next would be after the end
 
 
 def test_scratch_trains_everything() -> None:

@@ -78,6 +78,7 @@ def test_faster_rcnn_fixes_stem_res2_res3_and_every_norm(
     assert any(name.startswith("proposal_generator.") for name in changed)
 
 
+@pytest.mark.slow
 def test_fast_rcnn_fixes_conv1_alone(
     scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path
 ) -> None:
