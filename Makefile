@@ -5,12 +5,13 @@ ARGS ?=
 export VENV
 PY = "$(VENV)/bin/python"
 
-.PHONY: help demo test check bench setup clean
+.PHONY: help demo test check bench fuzz setup clean
 help:
 	@echo "make demo   pretrain, export, read out, detect and report on the embedded images"
 	@echo "make test   the fast tests (ARGS='-k knn' goes to pytest)"
 	@echo "make check  ruff and mypy"
 	@echo "make bench  every benchmark (ARGS=--quick for a short look)"
+	@echo "make fuzz   damaged files of every kind, 2,000 each (ARGS='xml --count 100' for a part)"
 	@echo "make setup  only the environment; make clean removes what the tools left, not the environment"
 
 setup:
@@ -39,6 +40,9 @@ BENCH = "neighbors.py --data clustered --rounds 2" objectives.py input_pipeline.
     pretrain_step.py scaling.py "linear.py --quick"
 bench: setup
 	@set -e; for each in $(BENCH); do echo "== $$each"; $(PY) benchmarks/$$each $(ARGS); done
+
+fuzz: setup
+	$(PY) tests/faults/fuzz.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

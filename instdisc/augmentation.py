@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from instdisc.pixels import to_rgb
+
 RATIO = (3 / 4, 4 / 3)  # of width to height
 ATTEMPTS = 10  # crops that do not fit are drawn again; then the largest central one is taken
 NUM_DRAWS = 32
@@ -86,7 +88,7 @@ def read_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> 
     scale = next((s for s in (8, 4, 2) if shortest >= s * size * REDUCTION_MARGIN), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if image.mode != "RGB":
-        image = image.convert("RGB")
+        image = to_rgb(image)
     if drafted is None:  # not a JPEG, decoded before, or wanted whole
         return np.asarray(image.crop(box))
     across, down = drafted[1][2] / width, drafted[1][3] / height

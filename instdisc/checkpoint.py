@@ -18,7 +18,9 @@ import errno
 import hashlib
 import os
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +34,18 @@ from instdisc.runs import atomic_file
 
 Schema = Literal["train", "backbone"]
 FORMAT = "instdisc/{}/1"
+
+
+# What torch's and zipfile's readers raise for bytes that are no good file.
+DAMAGE = (
+    *(EOFError, RuntimeError, LookupError, TypeError, ValueError, AttributeError, AssertionError),
+    *(ArithmeticError, struct.error, zlib.error, zipfile.BadZipFile),
+)
+# Errors of the machine. Others may be the file's: torch seeks to before its start if it is cut.
+NOT_ITS_FAULT = (
+    *(errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+)
 
 
 class DamagedFile(UserError):
@@ -150,10 +164,12 @@ def load_file(path: Path, *, mapped: bool = False) -> Any:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder: name the file in it") from None
     except OSError as error:
-        if error.errno != errno.EIO:  # no permission, or no memory: not the file's fault
+        if error.errno in NOT_ITS_FAULT:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         raise _damaged(path, error) from None
-    except (EOFError, RuntimeError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except MemoryError:
+        raise UserError(f"{path} does not fit into memory: free some, then try again") from None
+    except DAMAGE as error:
         raise _damaged(path, error) from None
     except pickle.UnpicklingError:
         raise DamagedFile(

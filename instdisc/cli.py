@@ -29,6 +29,8 @@ MENDABLE = {
     errno.EACCES: "permission denied: choose another folder or change its permissions",
     errno.EPERM: "not permitted: choose another folder or change its permissions",
     errno.EROFS: "the file system is read-only: choose another folder",
+    errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another one",
 }
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 INSTALL = "run `make setup`, or see README.md, section Install"
@@ -201,7 +203,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"--config {path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise UserError(f"--config {path}: not JSON ({error}): give a run's config.json") from None
     if not isinstance(values, dict):
         raise UserError(f"--config {path}: not an object: give a run's config.json")

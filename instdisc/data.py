@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -21,14 +23,18 @@ from PIL import Image
 from instdisc import demo, official
 from instdisc.cli import UserError
 from instdisc.locations import DataLocation
+from instdisc.pixels import to_rgb
 from instdisc.runs import runs_root
 from instdisc.seed import generator
 
 Split = Literal["train", "val"]
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".bmp", b".ppm", b".pgm", b".tif", b".tiff", b".webp")
 SCANNED = 5000  # images that are decoded before training; evenly spaced if there are more
-# What Pillow raises for bytes that are no good image.
-IMAGE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
+# What Pillow raises for bytes that are no good image; its decoders do not agree on one kind.
+IMAGE_ERRORS = (
+    *(OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError),
+    *(struct.error, zlib.error, LookupError, TypeError, ArithmeticError, MemoryError),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,7 @@ class ImageSet:
             UserError: the file is no readable image; the message names it.
         """
         with self.opened(index) as image:
-            return image.convert("RGB")
+            return to_rgb(image)
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "ImageSet":
         """The images of `indices`, in that order."""
@@ -123,7 +129,11 @@ def _list_class(root: Path, folder: str) -> list[tuple[bytes, int]]:
     """Files below a class folder as (relative name, bytes); links are followed, not in circles."""
     found: list[tuple[bytes, int]] = []
     seen: set[str] = set()
-    for parent, folders, files in os.walk(root / folder, followlinks=True):
+
+    def refuse(error: OSError) -> None:  # os.walk would pass over the folder in silence
+        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): mend or remove it")
+
+    for parent, folders, files in os.walk(root / folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
@@ -148,7 +158,8 @@ def read_folder(root: Path, dataset: str, split: Split, *, skip_bad: bool = Fals
     """
     if not root.is_dir():
         raise UserError(f"{root} does not exist: expected <data>/train/<class>/<image>")
-    classes = sorted((e.name for e in os.scandir(root) if e.is_dir()), key=os.fsencode)
+    # Unlike an entry's own is_dir, that of a path takes a link that leads to itself for no folder.
+    classes = sorted((p.name for p in root.iterdir() if p.is_dir()), key=os.fsencode)
     classes = [name for name in classes if not name.startswith(".")]
     if not classes:
         raise UserError(

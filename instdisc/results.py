@@ -18,6 +18,24 @@ PERCENTAGES = ("top", "ap", "precision")  # metrics whose names begin so
 # What makes two rows repetitions of one measurement: everything but the seed.
 SAME = ("task", "protocol", "arch", "weights", "dataset", "data_fingerprint", "metric")
 
+# What the report reads of the details, and of the pretraining among them; absent or null is none.
+_NUMBERS = ("num_train", "num_test", "num_classes", "num_labeled", "fraction", "iterations")
+_FACTS = (
+    *("epoch", "epochs", "seed", "train_fraction", "embedding_dim", "num_negatives", "batch_size"),
+    *("temperature", "proximal_weight", "bank_momentum", "lr", "image_size"),
+)
+_WORDS = ("objective", "dataset", "data_fingerprint", "arch", "stem", "negatives")
+DETAIL_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_NUMBERS, (int, float)),
+    **dict.fromkeys(("folder", "curve", "stage", "init"), str),
+    "per_class": (dict, list),
+    "pretraining": dict,
+}
+FACT_KINDS: dict[str, Any] = {
+    **dict.fromkeys(_FACTS, (int, float)),
+    **dict.fromkeys(_WORDS, str),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
@@ -90,6 +108,17 @@ def _last_byte(path: Path) -> bytes:
         return file.read(1)
 
 
+def _check_kinds(where: str, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} in {where} has the wrong type")
+        if isinstance(value, int | float) and not math.isfinite(value):
+            raise ValueError(f"{name} in {where} is not a finite number")
+
+
 def _parse(line: str) -> Result:
     values = json.loads(line)
     if not isinstance(values, dict):
@@ -103,6 +132,8 @@ def _parse(line: str) -> Result:
         kind = kinds.get(name, str)
         if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
             raise ValueError(f"{name} has the wrong type")
+    _check_kinds("details", values["details"], DETAIL_KINDS)
+    _check_kinds("pretraining", values["details"].get("pretraining") or {}, FACT_KINDS)
     if not math.isfinite(values["value"]):
         raise ValueError("value is not a finite number")
     if values["metric"].startswith(PERCENTAGES) and not 0 <= values["value"] <= 100:
@@ -133,7 +164,7 @@ def _split(content: bytes) -> tuple[list[Result], list[tuple[int, bytes, str]]]:
             continue
         try:
             results.append(_parse(line.decode("utf-8")))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             # No newline behind it: its writer died, or a copy was cut.
             cut = "cut short: " if number == len(lines) else ""
             bad.append((number, line, f"line {number}: {cut}{error}"))

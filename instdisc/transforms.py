@@ -4,6 +4,7 @@ Pretraining follows the authors' code; the paper names the operations without th
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,13 +48,13 @@ class InputSpec:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "InputSpec":
-        """The inverse of `to_dict`."""
-        return cls(
-            size=int(values["size"]),
-            mean=tuple(values["mean"]),
-            std=tuple(values["std"]),
-            crop_ratio=float(values["crop_ratio"]),
-        )
+        """The inverse of `to_dict`; ValueError, TypeError or KeyError for what makes no sense."""
+        mean, std = (tuple(float(value) for value in values[name]) for name in ("mean", "std"))
+        size, crop_ratio = int(values["size"]), float(values["crop_ratio"])
+        sensible = all(math.isfinite(value) for value in (*mean, *std)) and min(std, default=0) > 0
+        if len(mean) != 3 or len(std) != 3 or not sensible or size < 1 or not 0 < crop_ratio <= 1:
+            raise ValueError(f"input of size {size}, mean {mean}, std {std}, crop {crop_ratio}")
+        return cls(size, mean, std, crop_ratio)
 
 
 def _to_tensor(spec: InputSpec) -> list[v2.Transform]:

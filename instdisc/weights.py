@@ -124,6 +124,33 @@ def _open_timm(name: str, data: str | None) -> Weights:
     return Weights(f"timm:{name}", backbone, None, spec, {})
 
 
+def _open_file(path: Path) -> Weights:
+    payload = load_checkpoint(path, "backbone")
+    try:
+        model = restore_backbone(payload)
+        spec = InputSpec.from_dict(payload["input"])
+        pretraining = dict(payload["pretraining"])
+        config = dict(pretraining.get("config") or {})
+        if not isinstance(config.get("data"), str | None):
+            raise ValueError("the name of its data is no text")
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{path} lacks a part of a backbone, or has an odd one ({reason}): make it again with "
+            "pretrain/run.py or pretrain/import_weights.py"
+        ) from None
+    return Weights(
+        name=path.parent.name if path.name == "backbone.pt" else path.stem,
+        backbone=model.backbone if isinstance(model, Embedding) else model,
+        embedding=model if isinstance(model, Embedding) else None,
+        spec=spec,
+        pretraining=pretraining,
+        file=path,
+    )
+
+
 def open_weights(name: str | Path | None = None, *, data: str | None = None) -> Weights:
     """Opens a network by name, in eval mode; see the module's docstring for the names.
 
@@ -146,16 +173,7 @@ def open_weights(name: str | Path | None = None, *, data: str | None = None) -> 
             raise UserError(
                 f"--weights {name}: no such run, file, random:ARCH, data-init:ARCH or timm:NAME"
             )
-        payload = load_checkpoint(path, "backbone")
-        model = restore_backbone(payload)
-        weights = Weights(
-            name=path.parent.name if path.name == "backbone.pt" else path.stem,
-            backbone=model.backbone if isinstance(model, Embedding) else model,
-            embedding=model if isinstance(model, Embedding) else None,
-            spec=InputSpec.from_dict(payload["input"]),
-            pretraining=dict(payload["pretraining"]),
-            file=path,
-        )
+        weights = _open_file(path)
     for module in (weights.backbone, weights.embedding):
         if module is not None:
             module.eval()

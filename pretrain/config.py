@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -270,6 +271,6 @@ def parse_on_nan(words: tuple[str, ...]) -> int:
     """How many batches may be left out: 0 for `stop`, N for `skip N`."""
     if words == ("stop",):
         return 0
-    if len(words) == 2 and words[0] == "skip" and words[1].isdecimal() and int(words[1]) > 0:
+    if len(words) == 2 and words[0] == "skip" and re.fullmatch("[1-9][0-9]{0,8}", words[1]):
         return int(words[1])
     raise UserError(f"--on-nan {' '.join(words)}: write stop, or skip N with N at least 1")
