@@ -91,6 +91,8 @@ def _keep_previous(path: Path) -> None:
         temporary.unlink(missing_ok=True)
         temporary.hardlink_to(path)
         temporary.replace(older)
+        # Two names of one file are not renamed: `older` was this one already, by a killed save.
+        temporary.unlink(missing_ok=True)
     except OSError:  # a file system without links
         path.replace(older)
 

@@ -242,14 +242,15 @@ class Trainer:
         self.epoch_loss = 0.0
 
     def save(self) -> None:
-        """Writes last.pt, then backbone.pt, by the first process; all of them take part."""
+        """Writes backbone.pt, then last.pt, by the first process; all of them take part."""
         self.nan_guard.check_weights(self.step)
         rows = self.bank.assemble()
         if self.session.is_main:
             assert rows is not None
+            # In this order: who finds a finished last.pt has the backbone that belongs to it.
+            save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
             last, state = self.session.last_checkpoint, self.state(rows)
             save_checkpoint(last, "train", state, keep_previous=True)
-            save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
         dist.barrier()
 
 
