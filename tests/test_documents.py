@@ -32,6 +32,7 @@ REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     "docs/architecture.md",
     "docs/data.md",
+    "docs/protocols.md",
     "docs/reproduce.md",
     *sorted(f"docs/results/{p.name}" for p in REPO.glob("docs/results/*.md")),
 ]
