@@ -9,19 +9,16 @@ running anything: numbers, strings, lists, dicts and arrays come out, all else i
 
 import functools
 import pickle
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import scipy.io
 from numpy.typing import ArrayLike, NDArray
-from scipy.io.matlab import MatReadError
 
 from instdisc.cli import UserError
 from instdisc.runs import atomic_file
+from transfer.detection.mat_files import read_mat
 from transfer.detection.plain_pickle import load_plain_pickle
 from transfer.detection.voc import XYXY_ABS
 
@@ -29,10 +26,6 @@ XYWH_ABS = 1  # detectron2.structures.BoxMode.XYWH_ABS
 Array = NDArray[np.float32]
 # What a file raises that has other things in the places of boxes, ids and scores.
 ODD = (TypeError, LookupError, AttributeError, ArithmeticError, ValueError)
-MAT_ERRORS = (
-    *(*ODD, OSError, zlib.error, MatReadError, struct.error, MemoryError, RecursionError),
-    *(AssertionError, NameError),  # SciPy's own, for tags out of their order
-)
 
 
 @dataclass(frozen=True)
@@ -166,14 +159,7 @@ def from_mat(path: Path, ids: Sequence[str] | None = None) -> Proposals:
 
     Both count the last pixel as inside, so the right and lower edges are one further.
     """
-    try:
-        content = scipy.io.loadmat(str(path), appendmat=False)
-    except FileNotFoundError:
-        raise UserError(f"no file {path}") from None
-    except NotImplementedError:
-        raise UserError(f"{path} is MATLAB v7.3 (HDF5): save it with -v7 and try again") from None
-    except MAT_ERRORS as error:
-        raise UserError(f"{path} is not a MATLAB file: {error or type(error).__name__}") from None
+    content = read_mat(path)
     boxes = content.get("boxes")
     if boxes is None:
         raise UserError(f"{path} has no variable `boxes`: is it from selective search?")
