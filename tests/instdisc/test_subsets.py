@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,8 +127,8 @@ def test_scandir_order_does_not_matter(image_tree: Path, monkeypatch: pytest.Mon
     before = choose_labeled(read_folder(image_tree / "train", "x", "train"), 0.5, seed=0).hash
     walk = os.walk
 
-    def backwards(top: Path, followlinks: bool) -> Iterator[tuple[str, list[str], list[str]]]:
-        for parent, folders, files in walk(str(top), followlinks=followlinks):
+    def backwards(top: Path, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for parent, folders, files in walk(str(top), **options):
             yield parent, folders, files[::-1]
 
     monkeypatch.setattr(os, "walk", backwards)
