@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from slurm.jobs import Job
 from slurm.resources import Resources
 
-# Training images a second of one process. A GPU of the V100's class at 224 pixels, mixed precision
-# off; a CPU core at 32 pixels (measured for resnet18, the others by their operations).
+# Training images a second of one process, assumed: a GPU of the V100's class at 224 pixels without
+# mixed precision; a CPU core at 32 pixels (about what resnet18 was seen to do, the others by their
+# operations). No GPU has been measured.
 GPU_RATES = {"alexnet": 2500.0, "vgg16": 230.0, "resnet18": 1100.0, "resnet50": 360.0}
 CPU_RATES = {"alexnet": 250.0, "vgg16": 25.0, "resnet18": 175.0, "resnet50": 60.0}
 FORWARD_ONLY = 3.0  # how much faster it is
