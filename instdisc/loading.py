@@ -53,6 +53,11 @@ class Samples(Dataset[tuple[Tensor, int, str]]):
         return [pixels.permute(0, 3, 1, 2), indices, errors]
 
 
+def epoch_order(num_images: int, seed: int, epoch: int) -> Tensor:
+    """The order in which an epoch of a run shows its images, `(N,)`."""
+    return torch.randperm(num_images, generator=generator(seed, "order", epoch))
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchPlan(Sampler[list[tuple[int, int]]]):
     """Which images each step of a run sees: a function of (seed, step), for any world size.
@@ -96,9 +101,7 @@ class BatchPlan(Sampler[list[tuple[int, int]]]):
         for step in range(self.start, self.num_steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
-                order = torch.randperm(
-                    self.num_images, generator=generator(self.seed, "order", epoch)
-                )
+                order = epoch_order(self.num_images, self.seed, epoch)
             first = (step % self.steps_per_epoch) * self.batch_size + self.rank * share
             mine = order[first : first + share].tolist()
             for part in range(0, share, micro):
@@ -106,14 +109,25 @@ class BatchPlan(Sampler[list[tuple[int, int]]]):
 
 
 def build_loader(
-    samples: Samples, plan: Sampler[Any] | Sequence[Any], workers: int, *, pin_memory: bool = False
+    samples: Dataset[Any],
+    plan: Sampler[Any] | Sequence[Any],
+    workers: int,
+    *,
+    pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """A loader over a plan of batches; results do not depend on the number of workers."""
+    """A loader over a plan of batches; results do not depend on the number of workers.
+
+    Args:
+        samples: the images; a method `collate` of theirs makes the batches.
+        plan: the keys of each batch.
+        workers: loader processes.
+        pin_memory: for copies to a GPU.
+    """
     return DataLoader(
         samples,
         batch_sampler=plan,
         num_workers=workers,
-        collate_fn=samples.collate,
+        collate_fn=getattr(samples, "collate", None),
         pin_memory=pin_memory,
         persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,

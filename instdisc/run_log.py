@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -40,6 +41,13 @@ def setup_logging(log_file: Path | None, *, is_main: bool = True) -> logging.Log
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
     return LOGGER
+
+
+def boxed(text: str, width: int = 72) -> str:
+    """A paragraph in a frame of stars, for what nobody may overlook."""
+    lines = textwrap.wrap(text, width - 6)
+    body = [f"*  {line:<{width - 6}}  *" for line in lines]
+    return "\n".join(["", "*" * width, *body, "*" * width])
 
 
 def progress(

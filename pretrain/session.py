@@ -23,20 +23,18 @@ from instdisc.data import (
 from instdisc.dist import Process
 from instdisc.locations import locate_data
 from instdisc.locks import empty_folder
-from instdisc.run_log import LOGGER, setup_logging
+from instdisc.run_log import LOGGER, boxed, setup_logging
 from instdisc.runs import provenance, runs_root, write_json
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec
 from pretrain.config import PretrainConfig
 from pretrain.monitor import KnnMonitor
 
-DEMO_BANNER = """
-************************************************************************
-*  DEMO DATA. No data set was named, so this run uses the small images  *
-*  that come with the project. Its numbers say that the code works, and *
-*  nothing about the method. Name real data with --data DIR or          *
-*  INSTDISC_DATA.                                                       *
-************************************************************************"""
+DEMO_BANNER = boxed(
+    "DEMO DATA. No data set was named, so this run uses the small images that come with the "
+    "project. Its numbers say that the code works, and nothing about the method. Name real data "
+    "with --data DIR or INSTDISC_DATA."
+)
 # Pixel statistics of the archives of small images; everything else uses ImageNet's.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),

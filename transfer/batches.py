@@ -3,16 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Sampler
 
 from instdisc.cli import UserError
+from instdisc.loading import epoch_order
 from instdisc.run_log import LOGGER
-from instdisc.seed import generator
-from instdisc.signals import leave_signals_to_parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +56,7 @@ class EvenBatches(Sampler[list[tuple[int, int]]]):
         for step in range(self.start, self.num_steps):
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
-                order = torch.randperm(
-                    self.num_images, generator=generator(self.seed, "order", epoch)
-                )
+                order = epoch_order(self.num_images, self.seed, epoch)
             first, last = self.bounds(step)
             size = last - first
             mine = slice(
@@ -68,21 +64,6 @@ class EvenBatches(Sampler[list[tuple[int, int]]]):
                 first + size * (self.rank + 1) // self.world_size,
             )
             yield [(epoch, index) for index in order[mine].tolist()]
-
-
-def build_batch_loader(
-    samples: Dataset[Any], plan: Any, workers: int, device: torch.device
-) -> DataLoader[Any]:
-    """A loader over a plan of batches; results do not depend on the number of workers."""
-    return DataLoader(
-        samples,
-        batch_sampler=plan,
-        num_workers=workers,
-        collate_fn=getattr(samples, "collate", None),
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
-        worker_init_fn=leave_signals_to_parent,
-    )
 
 
 def to_device(inputs: Tensor, device: torch.device) -> Tensor:

@@ -8,10 +8,10 @@ from torch.utils.data import Dataset
 
 from instdisc.cli import UserError
 from instdisc.dist import Process, gather_by_index
-from instdisc.loading import sequential_plan
+from instdisc.loading import build_loader, sequential_plan
 from instdisc.metrics import top_k_accuracy
 from instdisc.run_log import progress
-from transfer.batches import build_batch_loader, keep_valid, to_device
+from transfer.batches import keep_valid, to_device
 
 TOP = 5  # ranked classes that a prediction keeps
 
@@ -35,7 +35,7 @@ def predict(
         raise UserError(f"{num_images} images for {process.world_size} processes: start fewer")
     model.eval()
     plan = sequential_plan(num_images, batch_size, process.rank, process.world_size)
-    loader = build_batch_loader(samples, plan, workers, process.device)
+    loader = build_loader(samples, plan, workers, pin_memory=process.device.type == "cuda")
     ranked: list[Tensor] = []
     places: list[Tensor] = []
     names: list[str] = []

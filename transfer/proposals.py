@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instdisc.cli import UserError
+from instdisc.cli import Parser, UserError
 from transfer.detection.proposals import (
     Proposals,
     check_proposals,
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write(f"wrote {out}\n")
         _print_summary(proposals, records)
     except UserError as error:
-        sys.stderr.write(f"proposals: error: {error}\n")
+        sys.stderr.write(f"transfer/proposals.py: error: {error}\n")
         return 2
     return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = Parser(add_help=False)
     shared.add_argument(
         "--voc-root",
         type=Path,
@@ -63,10 +63,10 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     shared.add_argument("--year", default="2007", help="2007 or 2012 (default: %(default)s)")
     shared.add_argument("--split", default="trainval", help="a list (default: %(default)s)")
-    writes = argparse.ArgumentParser(add_help=False)
+    writes = Parser(add_help=False)
     writes.add_argument("--out", type=Path, help="the file to write (default: in runs/proposals)")
 
-    parser = argparse.ArgumentParser(prog="proposals", description="Proposals for Fast R-CNN.")
+    parser = Parser(prog="transfer/proposals.py", description="Proposals for Fast R-CNN.")
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", parents=[shared, writes], help="run selective search")
     make.add_argument("--mode", choices=("fast", "quality"), default="fast")

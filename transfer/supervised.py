@@ -22,11 +22,12 @@ from instdisc import dist
 from instdisc.checkpoint import load_last, save_checkpoint
 from instdisc.cli import UserError
 from instdisc.dist import Process
+from instdisc.loading import build_loader
 from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.schedules import step_decay
 from instdisc.seed import seed_global
 from instdisc.signals import StopSignal
-from transfer.batches import EvenBatches, build_batch_loader, keep_valid, to_device
+from transfer.batches import EvenBatches, keep_valid, to_device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,8 @@ class SupervisedTrainer:
             rank=process.rank,
             world_size=process.world_size,
         )
-        loader = build_batch_loader(self.problem.samples, plan, settings.workers, process.device)
+        on_gpu = process.device.type == "cuda"
+        loader = build_loader(self.problem.samples, plan, settings.workers, pin_memory=on_gpu)
         bar = StepBar(self.num_steps, self.step, plan.batch_size, enabled=process.is_main)
         saved = time.monotonic()
         self.parallel_model.train()

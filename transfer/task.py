@@ -19,7 +19,7 @@ from instdisc.dist import Process, init_process
 from instdisc.locations import DataLocation, locate_data
 from instdisc.locks import lock_folder
 from instdisc.results import Result, append_results, config_hash
-from instdisc.run_log import LOGGER, setup_logging
+from instdisc.run_log import LOGGER, boxed, setup_logging
 from instdisc.runs import runs_root, write_json
 from instdisc.weights import Weights, open_weights
 from transfer.config import TransferConfig
@@ -27,12 +27,14 @@ from transfer.study_config import NOT_DECISIVE
 
 # Commands that keep what is half done in their folder, and must have it to themselves.
 EXCLUSIVE = ("semisup", "linear")
-DEMO_BANNER = """
-************************************************************************
-*  DEMO DATA. These numbers are of the small images that come with the *
-*  project: they say that the code works, and nothing about the        *
-*  method. Name real data with --data DIR or INSTDISC_DATA.            *
-************************************************************************"""
+
+
+def demo_banner(cure: str = "--data DIR or INSTDISC_DATA") -> str:
+    """What a command says before it measures anything on the embedded images."""
+    return boxed(
+        "DEMO DATA. These numbers are of the small images that come with the project: they say "
+        f"that the code works, and nothing about the method. Name real data with {cure}."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +210,7 @@ def open_task(name: str, config: TransferConfig) -> Task:
     if process.is_main:
         write_json(task.output / "config.json", to_dict(config))
     if task.location.is_demo and process.is_main:
-        LOGGER.warning(DEMO_BANNER)
+        LOGGER.warning(demo_banner())
     origin = weights.file or weights.name
     LOGGER.info(f"{name}: {weights.backbone.arch} of {origin} on {process.device}")
     return task

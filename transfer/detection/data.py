@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from instdisc.cli import UserError
 from instdisc.demo import write_detection
+from instdisc.loading import build_loader, epoch_order
 from instdisc.runs import runs_root
-from instdisc.seed import derive_seed, generator
-from instdisc.signals import leave_signals_to_parent
+from instdisc.seed import derive_seed
 from transfer.detection.proposal_files import Proposals, read_proposals
 from transfer.detection.proposals import check_proposals, make_proposals, proposal_file
 from transfer.detection.voc import VocSplit, find_class_names, fingerprint, read_voc
@@ -47,7 +47,9 @@ class VocSource:
             match = NAME.fullmatch(name)
             if match is None:
                 raise UserError(f"data set {name}: expected voc_YEAR_LIST, as voc_2007_trainval")
-            found.append(VocSplit(self.root, match["year"], match["split"]))
+            split = VocSplit(self.root, match["year"], match["split"])
+            _ = split.ids  # a missing list is told here, before any work is done
+            found.append(split)
         return found
 
 
@@ -205,6 +207,19 @@ class MappedImages(Dataset[dict[str, Any]]):
             return {"error": f"{record['file_name']} is not a readable image: {error}"}
         return mapped
 
+    @staticmethod
+    def collate(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A batch as Detectron2's models take it."""
+        return batch
+
+
+def check_readable(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The batch, if all its images could be read."""
+    for image in batch:
+        if "error" in image:
+            raise UserError(image["error"])
+    return batch
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainingOrder(Sampler[list[tuple[int, int]]]):
@@ -240,25 +255,9 @@ class TrainingOrder(Sampler[list[tuple[int, int]]]):
             for position in range(first, first + share):
                 if position // self.num_images != epoch:
                     epoch = position // self.num_images
-                    order = torch.randperm(
-                        self.num_images, generator=generator(self.seed, "order", epoch)
-                    )
+                    order = epoch_order(self.num_images, self.seed, epoch)
                 batch.append((position, int(order[position % self.num_images])))
             yield batch
-
-
-def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return batch
-
-
-def _build_loader(images: MappedImages, batches: Any, workers: int) -> DataLoader[Any]:
-    return DataLoader(
-        images,
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=_as_list,
-        worker_init_fn=leave_signals_to_parent,
-    )
 
 
 def build_train_loader(
@@ -280,8 +279,7 @@ def build_train_loader(
         world_size,
     )
     images = MappedImages(data.train, DatasetMapper(cfg, is_train=True), seed)
-    workers = cfg.DATALOADER.NUM_WORKERS
-    return _build_loader(images, order, workers)
+    return build_loader(images, order, cfg.DATALOADER.NUM_WORKERS)
 
 
 def build_test_loader(
@@ -291,5 +289,4 @@ def build_test_loader(
     chosen = range(len(data.test)) if indices is None else indices
     mine = [[(index, index)] for index in list(chosen)[rank::world_size]]
     images = MappedImages(data.test, DatasetMapper(cfg, is_train=False), seed=0)
-    workers = cfg.DATALOADER.NUM_WORKERS
-    return _build_loader(images, mine, workers)
+    return build_loader(images, mine, cfg.DATALOADER.NUM_WORKERS)

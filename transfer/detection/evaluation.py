@@ -20,8 +20,7 @@ from transfer.detection.average_precision import (
     evaluate,
     save_comp4,
 )
-from transfer.detection.data import VocData, build_test_loader
-from transfer.detection.trainer import check_readable
+from transfer.detection.data import VocData, build_test_loader, check_readable
 
 Rows = list[tuple[str, list[int], list[float], list[list[float]]]]
 

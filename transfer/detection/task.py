@@ -26,7 +26,7 @@ from transfer.detection.logs import route_logs
 from transfer.detection.settings import DetectConfig, find_config
 from transfer.detection.trainer import DetectionTrainer
 from transfer.detection.weights import Initial, load_backbone_weights, prepare
-from transfer.task import DEMO_BANNER, pretraining_facts
+from transfer.task import demo_banner, pretraining_facts
 
 METRIC = "ap50_11point"
 
@@ -81,15 +81,10 @@ def run_detect(config: DetectConfig, process: Process) -> None:
 def _open(config: DetectConfig, process: Process, folder: Path) -> Study:
     source = locate_voc(config.voc_root)
     if source.is_demo and process.is_main:
-        LOGGER.warning(
-            DEMO_BANNER.replace(
-                "--data DIR or INSTDISC_DATA.           ", "--voc-root DIR or DETECTRON2_DATASETS."
-            )
-        )
+        LOGGER.warning(demo_banner("--voc-root DIR or DETECTRON2_DATASETS"))
     cfg = recipe.read_config(find_config(config.cfg), config.opts, demo=source.is_demo)
     arch = recipe.arch_of(cfg)
-    for split in source.splits((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)):
-        assert split.ids  # a missing data set is told before any work is done
+    source.splits((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))  # tells of a missing list
     if process.is_main:  # the first process converts and makes proposals, the others find them
         initial = prepare(config.init, config.weights, arch, folder)
         data = load_voc_data(cfg, source, make_missing=config.make_proposals or source.is_demo)

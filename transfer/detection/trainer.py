@@ -25,7 +25,7 @@ from instdisc.seed import seed_global, seeded
 from instdisc.signals import StopSignal
 from transfer.detection import roi_heads  # noqa: F401 # registers TransferRes5ROIHeads
 from transfer.detection.checkpoints import AtomicCheckpointer
-from transfer.detection.data import VocData, build_train_loader
+from transfer.detection.data import VocData, build_train_loader, check_readable
 
 WRITE_PERIOD = 20
 
@@ -107,14 +107,6 @@ class DetectionTrainer(SimpleTrainer):
     def _data_loader_iter(self) -> Any:
         """The batches, with unreadable images told in one line."""
         return self._batches
-
-
-def check_readable(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The batch, if all its images could be read."""
-    for image in batch:
-        if "error" in image:
-            raise UserError(image["error"])
-    return batch
 
 
 def _drop_rows_from(path: Path, start: int) -> None:

@@ -517,7 +517,7 @@ def test_command_ends_bad_input_with_one_line_and_code_2(tmp_path, capsys):
     ):
         assert main(argv) == 2
         told = capsys.readouterr().err
-        assert told.startswith("proposals: error: ")
+        assert told.startswith("transfer/proposals.py: error: ")
         assert message in told
         assert told.count("\n") == 1
     assert not (tmp_path / "o").exists()
