@@ -1,7 +1,8 @@
 """The semi-supervised figure: fraction of labels against top-5, one line per network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from instdisc.results import Result, Summary, summarize
 from instdisc.runs import atomic_file
@@ -42,6 +43,38 @@ def curve_points(
     return {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
 
 
+def draw_lines(
+    axes: Any,
+    lines: Mapping[str, list[tuple[float, Summary]]],
+    colours: Sequence[str],
+    label: Callable[[str], str] = str,
+) -> None:
+    """Draws lines of `curve_points` with error bars, over fractions on a logarithmic axis.
+
+    Args:
+        axes: of matplotlib.
+        lines: in the order of their colours and markers.
+        colours: begun anew when there are more lines.
+        label: what the legend calls a network.
+    """
+    for number, (name, points) in enumerate(lines.items()):
+        axes.errorbar(
+            [100 * fraction for fraction, _ in points],
+            [summary.mean for _, summary in points],
+            yerr=[summary.std or 0.0 for _, summary in points],
+            label=label(name),
+            color=colours[number % len(colours)],
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle="--" if name == "scratch" else "-",
+            capsize=3,
+        )
+    percents = sorted({100 * fraction for points in lines.values() for fraction, _ in points})
+    axes.set_xscale("log")
+    axes.set_xticks(percents, [f"{percent:.3g}%" for percent in percents])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("labelled part of the training images")
+
+
 def draw_curve(
     rows: Sequence[Result], like: Result, folder: Path, *, metric: str = "top5"
 ) -> list[Path]:
@@ -54,23 +87,12 @@ def draw_curve(
     figure = Figure(figsize=(5.6, 4.0), layout="constrained")
     axes = figure.add_subplot()
     # The baseline last, so that the other lines keep their colours with and without it.
-    for number, name in enumerate(sorted(lines, key=lambda n: (n == "scratch", n))):
-        points = lines[name]
-        axes.errorbar(
-            [100 * fraction for fraction, _ in points],
-            [summary.mean for _, summary in points],
-            yerr=[summary.std or 0.0 for _, summary in points],
-            label=name,
-            color="#555555" if name == "scratch" else COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
-            linestyle="--" if name == "scratch" else "-",
-            capsize=3,
-        )
-    percents = sorted({100 * fraction for points in lines.values() for fraction, _ in points})
-    axes.set_xscale("log")
-    axes.set_xticks(percents, [f"{percent:.3g}%" for percent in percents])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("labelled part of the training images")
+    order = sorted(lines, key=lambda n: (n == "scratch", n))
+    colours = [
+        "#555555" if name == "scratch" else COLOURS[number % len(COLOURS)]
+        for number, name in enumerate(order)
+    ]
+    draw_lines(axes, {name: lines[name] for name in order}, colours)
     axes.set_ylabel(f"top-{metric.removeprefix('top')} accuracy (%)")
     trials = max(summary.count for points in lines.values() for _, summary in points)
     spread = f", bars: std over {trials} trials" if trials > 1 else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.results import Result
-from transfer.curve import MARKERS, curve_points
+from transfer.curve import curve_points, draw_lines
 from transfer.report_drawing import Draw, Drawing, render, shorten
 from transfer.report_runs import (
     FolderFile,
@@ -117,22 +117,7 @@ def semisupervised(rows: Sequence[Result], *, is_demo: bool) -> list[Drawing]:
 
         def draw(figure: Any, colours: Sequence[str], lines: Any = lines) -> None:
             axes = figure.subplots()
-            for index, (name, points) in enumerate(sorted(lines.items())):
-                axes.errorbar(
-                    [100 * fraction for fraction, _ in points],
-                    [summary.mean for _, summary in points],
-                    yerr=[summary.std or 0.0 for _, summary in points],
-                    label=shorten(name),
-                    color=colours[index % len(colours)],
-                    marker=MARKERS[index % len(MARKERS)],
-                    linestyle="--" if name == "scratch" else "-",
-                    capsize=3,
-                )
-            ticks = sorted({100 * fraction for points in lines.values() for fraction, _ in points})
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{tick:.3g}%" for tick in ticks])
-            axes.set_xticks([], minor=True)
-            axes.set_xlabel("labelled part of the training images")
+            draw_lines(axes, dict(sorted(lines.items())), colours, shorten)
             axes.set_ylabel("top-5 (%)")
             axes.legend()
 

@@ -1,5 +1,8 @@
 """A tiny network, and a run folder that looks as if it had been pretrained."""
 
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from instdisc.checkpoint import save_checkpoint
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # As source, so that other interpreters can have it too. Free of batch statistics, so that its
 # gradient does not depend on how a batch is cut over processes.
 TINY = """
@@ -47,3 +51,24 @@ def tiny_network(tiny_source: str, image_tree: Path, tmp_path: Path) -> Path:
     file = tmp_path / "runs" / "pretrain" / "tiny" / "backbone.pt"
     save_checkpoint(file, "backbone", payload)
     return file
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Callable[[Path], tuple[str, str]]:
+    """Opens a page in a browser; its document afterwards, and all that the browser logged."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: apt-get install chromium")
+
+    def run(file: Path) -> tuple[str, str]:
+        command = [
+            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+            *("--enable-logging=stderr", "--hide-scrollbars"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"),
+            *("--dump-dom", file.as_uri()),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout, done.stderr
+
+    return run

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -23,8 +22,6 @@ from transfer.report_page import render_report
 from transfer.report_rows import collect
 from transfer.report_tables import Tables
 from transfer.report_text import to_csv
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def load_data() -> ModuleType:
@@ -385,30 +382,9 @@ FRAME = """<!DOCTYPE html><script>addEventListener("message", event =>
 </script><iframe src="checked.html" width="{width}" height="900" style="border: 0"></iframe>"""
 
 
-@pytest.fixture
-def dump(tmp_path: Path) -> Callable[..., tuple[str, str]]:
-    """Opens a page in a browser; its document afterwards, and all that the browser logged."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: apt-get install chromium")
-
-    def run(file: Path) -> tuple[str, str]:
-        command = [
-            *(browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
-            *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-            *("--enable-logging=stderr", "--hide-scrollbars"),
-            *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000"),
-            *("--dump-dom", file.as_uri()),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        return done.stdout, done.stderr
-
-    return run
-
-
 @pytest.mark.slow
 def test_browser_shows_the_report_without_complaint(
-    tmp_path: Path, dump: Callable[..., tuple[str, str]]
+    tmp_path: Path, dump: Callable[[Path], tuple[str, str]]
 ) -> None:
     append_results(DATA.study_rows())
     DATA.write_runs(tmp_path / "runs")
