@@ -3,14 +3,17 @@
 A comment before a paragraph, list or table says where its numbers come from:
 
     <!-- from docs/results/NAME.json -->     all of them stand in that file; or in: a.json, b.jsonl
+    <!-- from pretrain/config.py -->         all of them stand in that code, or .yaml: real defaults
     <!-- from transfer/paper_numbers.py -->  all of them are published ones
-    <!-- source: WORDS -->                   numbers of others; the words say whose
+    <!-- source: WORDS -->                   numbers of others, or derived ones; the words say whose
     <!-- settings -->                        numbers that were chosen, not measured
 
-With `, section` at its end a comment holds to the next heading. What counts as a number is one with
-decimals or a percent sign, outside code.
+With `, section` at its end a comment holds to the next heading. What counts as a number, outside
+code: one with decimals, a percent sign, or a unit of time, size, rate or gain. Where a comment says
+`from`, every whole number from 10 on counts too; that one may stand in a string or key of the file.
 """
 
+import ast
 import json
 import re
 import shlex
@@ -28,16 +31,22 @@ from transfer.detection.settings import DetectConfig
 from transfer.study_config import ReportConfig, SuiteConfig
 
 REPO = Path(__file__).resolve().parents[1]
-# Documents whose numbers are all accounted for. Those that are not marked yet are not here.
 DOCUMENTS = [
-    "docs/architecture.md",
-    "docs/data.md",
-    "docs/protocols.md",
-    "docs/reproduce.md",
-    *sorted(f"docs/results/{p.name}" for p in REPO.glob("docs/results/*.md")),
+    path.relative_to(REPO).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docs/results/*.md")
+    for path in sorted(REPO.glob(pattern))
 ]
+RESULTS = [p.relative_to(REPO).as_posix() for p in sorted(REPO.glob("docs/results/*.json*"))]
 COMMENT = re.compile(r"<!--\s*(from|source:|settings)\s*(.*?)\s*-->", re.S)
-NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])|(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?=\s?%)")
+UNIT = (
+    r"(?:(?:ms|s|seconds?|min|minutes?|h|hours?|days?|[kMGT]B|TFLOP/s|points?|times|kills|mutations"
+    r"|grey levels?)\b|images a second)"
+)
+NUMBER = re.compile(
+    r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])"
+    rf"|(?<![\w.,^-])\d[\d,]*(?:\.\d+)?(?=\s?%|\s{UNIT})"
+)
+WHOLE = re.compile(r"(?<![\w.,:^-])\d[\d,]*\d(?![\w:^-]|\.\d)")
 # Places and versions, not results.
 NO_RESULT = re.compile(
     r"\b(sections?|Python|version|CUDA|torch)\s+\d[\d.]*(\s*(,|and|or|to)\s*\d[\d.]*)*"
