@@ -29,6 +29,15 @@ OBJECTIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((f"nce-{m}", ("--objective", "nce", "--num-negatives", str(m))) for m in (1, 10, 512, 4096)),
     ("softmax", ("--objective", "softmax")),
 )
+# What the last row but one changes by: the proximal term, and noise that a batch shares.
+ABLATIONS: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
+    (f"nce-4096-{name}", ("--objective", "nce", "--num-negatives", "4096", *flags))
+    for name, flags in (
+        ("proximal-1", ("--proximal-weight", "1")),
+        ("proximal-10", ("--proximal-weight", "10")),
+        ("shared", ("--negatives", "shared")),
+    )
+)
 DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 
 
@@ -37,7 +46,9 @@ class StudyConfig:
     """What a study is run on."""
 
     data: str | None = option(None, "ImageNet; else $INSTDISC_DATA", metavar="DIR")
-    cifar: str | None = option(None, "CIFAR-10, for table1; --data if not given", metavar="DIR")
+    cifar: str | None = option(
+        None, "CIFAR-10, for table1 and ablations; --data if not given", metavar="DIR"
+    )
     places: str | None = option(None, "Places205, for places", metavar="DIR")
     voc_root: str | None = option(
         None, "VOCdevkit, for detection; else $DETECTRON2_DATASETS", metavar="DIR"
@@ -50,10 +61,10 @@ class StudyConfig:
     )
     scale: Literal["paper", "small", "quick"] = option(
         "paper",
-        "the paper's runs; small: table1 on a tenth of CIFAR-10 in two hours on two cores; quick: "
-        "demo with as few steps as there can be",
+        "the paper's runs; small: table1 and ablations on a tenth of CIFAR-10, two hours on two "
+        "cores; quick: demo with as few steps as there can be",
     )
-    seeds: int | None = option(None, "repetitions of everything; 1, for table1 small 2")
+    seeds: int | None = option(None, "repetitions of everything; 1, with --scale small 2")
     skip: tuple[str, ...] = option((), "tasks to leave out, such as report", metavar="TASK")
 
     def __post_init__(self) -> None:
@@ -150,10 +161,18 @@ class Study:
 
     def table1(self, seed: int) -> None:
         """CIFAR-10: parametric and non-parametric softmax, exact and by NCE."""
+        self.cifar(OBJECTIVES, seed)
+
+    def ablations(self, seed: int) -> None:
+        """CIFAR-10: the proximal term, and shared noise, beside their row of table1."""
+        self.cifar((OBJECTIVES[-2], *ABLATIONS), seed)
+
+    def cifar(self, rows: tuple[tuple[str, tuple[str, ...]], ...], seed: int) -> None:
+        """Runs on CIFAR-10, each read out by kNN and by a linear SVM on the embedding."""
         small = self.config.scale == "small"
         data = self.config.cifar or self.config.data
         images = SMALL_EPOCHS * SMALL_FRACTION * CIFAR if small else 200 * CIFAR
-        for row, flags in OBJECTIVES:
+        for row, flags in rows:
             name = f"cifar10{'-small' * small}-{row}"
             extra = SMALL if small else ()
             job = self.pretrain(
@@ -267,6 +286,7 @@ class Study:
 
 BUILDERS: dict[str, Callable[[Study, int], None]] = {
     "table1": Study.table1,
+    "ablations": Study.ablations,
     "table2": Study.table2,
     "places": Study.places,
     "embedding": Study.embedding,
@@ -281,9 +301,8 @@ def build_study(name: str, config: StudyConfig) -> list[Job]:
     """All jobs of a study, parents before children."""
     if name not in (*BUILDERS, "all"):
         raise UserError(f"no study {name!r}: choose one of {', '.join(BUILDERS)}, all")
-    small = name == "table1" and config.scale == "small"
     study = Study(config)
-    for seed in range(config.seeds or (2 if small else 1)):
+    for seed in range(config.seeds or (2 if config.scale == "small" else 1)):
         for each, build in BUILDERS.items():
             if each == name or (name == "all" and each != "demo"):
                 build(study, seed)

@@ -35,6 +35,7 @@ def counts(jobs: list[Job]) -> dict[str, int]:
     ("name", "expected"),
     [
         ("table1", {"pretrain": 6, "knn": 6, "linear": 6}),
+        ("ablations", {"pretrain": 4, "knn": 4, "linear": 4}),
         ("table2", {"pretrain": 4, "knn": 5, "linear": 5}),
         ("places", {"pretrain": 4, "knn": 4, "linear": 4}),
         ("embedding", {"pretrain": 4, "knn": 4}),
@@ -42,8 +43,8 @@ def counts(jobs: list[Job]) -> dict[str, int]:
         ("semisup", {"pretrain": 1, "semisup": 10}),
         ("detection", {"pretrain": 3, "export": 3, "detect": 7}),
         ("demo", {"pretrain": 1, "export": 1, "knn": 1, "semisup": 1, "detect": 1}),
-        # 6 for table1; 4 networks; 3 other sizes of the embedding; 4 other parts of the images.
-        ("all", {"pretrain": 17, "export": 3, "knn": 22, "linear": 15, "semisup": 10, "detect": 7}),
+        # 6 for table1, 3 ablations, 4 networks, 3 other embeddings, 4 other parts of the images.
+        ("all", {"pretrain": 20, "export": 3, "knn": 25, "linear": 18, "semisup": 10, "detect": 7}),
     ],
 )
 def test_jobs_of_a_study(config: StudyConfig, name: str, expected: dict[str, int]) -> None:
@@ -103,6 +104,22 @@ def test_table1_small_has_two_seeds_and_enough_images(config: StudyConfig) -> No
     # Results are grouped by the folder's last part: the seeds of a row must share it.
     names = collections.Counter(Path(job.run).name for job in jobs if job.task == "pretrain")
     assert set(names.values()) == {2}
+
+
+def test_ablations_change_one_thing_of_their_row_of_table1(config: StudyConfig) -> None:
+    runs = [job for job in build_study("ablations", config) if job.task == "pretrain"]
+    base, *others = [vars(check_arguments("pretrain", job.argv)) for job in runs]
+    changes = [
+        {key: each[key] for key in each if each[key] != base[key] and key != "output"}
+        for each in others
+    ]
+    assert changes == [
+        {"proximal_weight": 1.0},
+        {"proximal_weight": 10.0},
+        {"negatives": "shared"},
+    ]
+    # The row itself is run once for both studies.
+    assert runs[0].name in {job.name for job in build_study("table1", config)}
 
 
 def test_what_is_skipped_is_not_waited_for(config: StudyConfig) -> None:
