@@ -46,10 +46,10 @@ NUMBER = re.compile(
     r"(?<![\w.,-])\d[\d,]*\.\d+(?![\w.])"
     rf"|(?<![\w.,^-])\d[\d,]*(?:\.\d+)?(?=\s?%|\s{UNIT})"
 )
-WHOLE = re.compile(r"(?<![\w.,:^-])\d[\d,]*\d(?![\w:^-]|\.\d)")
+WHOLE = re.compile(r"(?<![\w.,:^+-])\d[\d,]*\d(?![\w:^+-]|\.\d)")
 # Places and versions, not results.
 NO_RESULT = re.compile(
-    r"\b(sections?|Python|version|CUDA|torch)\s+\d[\d.]*(\s*(,|and|or|to)\s*\d[\d.]*)*"
+    r"\b([Ss]ections?|Tables?|Python|version|CUDA|torch)\s+\d[\d.]*(\s*(,|and|or|to)\s*\d[\d.]*)*"
 )
 
 
@@ -84,25 +84,57 @@ def blocks(text: str) -> Iterator[Block]:
         line += part.count("\n")
 
 
-def numbers(text: str) -> list[str]:
-    """The numbers of a block that look like results."""
+def numbers(text: str) -> tuple[list[str], list[str]]:
+    """The numbers of a block that look like results, and its other whole numbers from 10 on."""
     text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
     text = re.sub(r"`[^`]*`", "", text)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    return [match.group().replace(",", "") for match in NUMBER.finditer(NO_RESULT.sub("", text))]
+    text = NO_RESULT.sub("", re.sub(r"\]\([^)]*\)", "]", text))
+    results = [match.group().replace(",", "") for match in NUMBER.finditer(text)]
+    rest = NUMBER.sub("x", text)
+    return results, [match.group().replace(",", "") for match in WHOLE.finditer(rest)]
 
 
-def stored_numbers(value: Any) -> Iterator[float]:
-    """All numbers in a JSON value; not those in strings, which are hashes and times."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+class Stored(NamedTuple):
+    values: list[float]
+    said: set[str]  # whole numbers in keys and strings: what was run, not what came of it
+
+    def has(self, shown: str) -> bool:
+        """Whether a number is one of the stored ones, rounded to as many decimals as it shows.
+
+        A percentage may be stored as a fraction.
+        """
+        decimals = len(shown.partition(".")[2])
+        same = (f"{value:.{decimals}f}" for value in self.values)
+        fractions = (f"{100 * value:.{decimals}f}" for value in self.values if 0 <= value <= 1)
+        return shown in {*same, *fractions}
+
+    def has_whole(self, shown: str) -> bool:
+        """Whether a whole number is stored as it is."""
+        return shown in self.said or float(shown) in self.values
+
+
+def stored_numbers(value: Any) -> Iterator[float | str]:
+    """All numbers of a JSON value, as numbers; those of its keys and strings as strings."""
+    if isinstance(value, dict):
+        yield from stored_numbers([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
             yield from stored_numbers(item)
+    elif isinstance(value, str):
+        yield from (match.group().replace(",", "") for match in WHOLE.finditer(value))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield float(value)
 
 
-def read_numbers(name: str, repo: Path = REPO) -> list[float]:
-    """The numbers of a .json or .jsonl file, or the published ones."""
+def code_numbers(source: str) -> Iterator[float | str]:
+    """The same of the literals in Python code; 2**20 and the like are not computed."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant):
+            yield from stored_numbers(node.value)
+
+
+def read_numbers(name: str, repo: Path = REPO) -> list[float | str]:
+    """The numbers of a file of results, of code or of a detection config; the published ones."""
     if name == "transfer/paper_numbers.py":
         tables = (v for k, v in vars(paper_numbers).items() if k.isupper())
         rows = [row for table in tables if isinstance(table, tuple) for row in table]
@@ -112,40 +144,40 @@ def read_numbers(name: str, repo: Path = REPO) -> list[float]:
         return [*found, *paper_numbers.TABLE4.values(), *paper_numbers.TABLE5.values()]
     path = repo / name
     text = path.read_text("utf-8")
-    if path.suffix == ".jsonl":
-        return [n for row in text.splitlines() if row for n in stored_numbers(json.loads(row))]
-    return list(stored_numbers(json.loads(text)))
+    if path.suffix == ".py":
+        return list(code_numbers(text))
+    if path.suffix == ".yaml":
+        return [float(n) for n in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", text)]
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    return [n for line in lines if line for n in stored_numbers(json.loads(line))]
 
 
-def stands_in(shown: str, stored: list[float]) -> bool:
-    """Whether a number is one of the stored ones, rounded to as many decimals as it shows.
-
-    A percentage may be stored as a fraction.
-    """
-    decimals = len(shown.partition(".")[2])
-    same = (f"{value:.{decimals}f}" for value in stored)
-    fractions = (f"{100 * value:.{decimals}f}" for value in stored if 0 <= value <= 1)
-    return shown in {*same, *fractions}
+def open_stored(names: list[str], repo: Path) -> Stored:
+    found = [n for name in names for n in read_numbers(name, repo)]
+    return Stored(
+        [n for n in found if not isinstance(n, str)], {n for n in found if isinstance(n, str)}
+    )
 
 
 def untraceable(text: str, repo: Path = REPO) -> list[str]:
     """`line: number, why` for each number that cannot be traced."""
     problems = []
     for block in blocks(text):
-        found = numbers(block.text)
-        if block.kind == "from" and found:
+        results, whole = numbers(block.text)
+        if block.kind == "from" and (results or whole):
             names = [name.strip() for name in block.words.split(",") if name.strip()]
             missing = [n for n in names if not (repo / n).is_file()]
             if missing or not names:
                 problems.append(f"{block.line}: no file {', '.join(missing) or 'is named'}")
                 continue
-            stored = [n for name in names for n in read_numbers(name, repo)]
-            wrong = [n for n in found if not stands_in(n, stored)]
+            stored = open_stored(names, repo)
+            wrong = [n for n in results if not stored.has(n)]
+            wrong += [n for n in whole if not stored.has_whole(n)]
             problems += [f"{block.line}: {n} is not in {block.words}" for n in wrong]
         elif block.kind == "source:" and not block.words:
             problems.append(f"{block.line}: a source without words")
         elif block.kind is None:
-            problems += [f"{block.line}: {n} has no source" for n in found]
+            problems += [f"{block.line}: {n} has no source" for n in results]
     return problems
 
 
@@ -166,10 +198,19 @@ def test_numbers_can_be_traced(document: str) -> None:
         ("<!-- from transfer/paper_numbers.py -->\n46.5 and 46.6", ["46.6"]),
         ("<!-- source: -->\n35.6", ["without words"]),
         ("<!-- settings, section -->\n\n0.07\n\n0.1\n\n## next\n\n0.2", ["0.2"]),
+        ("it took 7 minutes, 40 images a second", ["7", "40"]),
+        ("<!-- from r.json -->\n35.6 with 300 images and k = 200", ["300"]),
+        ("<!-- from r.json -->\nin 200 seconds", ["200"]),
+        ("<!-- from c.py -->\ntau 0.07, every 20 seconds, lr 0.04", ["0.04"]),
+        ("<!-- from c.yaml -->\nlr 0.001 for 150,000 iterations, then 60,000", ["60000"]),
     ],
 )
 def test_the_walk_finds(text: str, bad: list[str], tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text('{"value": 35.5999, "fraction": 0.12, "row": [41.25]}')
+    (tmp_path / "r.json").write_text(
+        '{"value": 35.5999, "fraction": 0.12, "row": [41.25], "what": "kNN, k 200"}'
+    )
+    (tmp_path / "c.py").write_text("BEAT = 20.0\n\ndef f(tau=0.07): ...\n")
+    (tmp_path / "c.yaml").write_text("LR: 0.001\nSTEPS: (50000, 150000)\n")
     (tmp_path / "transfer").mkdir()
     (tmp_path / "transfer" / "paper_numbers.py").touch()
     problems = untraceable(text, tmp_path)
@@ -180,9 +221,9 @@ def test_the_walk_finds(text: str, bad: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "five of 1,281,167 images, section 4.1, Python 3.11 or 3.12",
+        "five of 1,281,167 images, section 4.1, Python 3.11 or 3.12, 10^8 times",
         "```\nlr 0.03\n```\n\n`--lr 0.03` and [a](x0.5.md)",
-        "<!-- from r.json -->\n35.6, 35.60 and 12%",
+        "<!-- from r.json -->\n35.6, 35.60 and 12% of Table 12, VOC 07+12, CIFAR-10",
         "<!-- from r.jsonl, r.json -->\n7.5 and 35.6",
         "<!-- source: MoCo's README -->\nAP50 81.3",
         "<!-- settings -->\ntau 0.07",
@@ -219,6 +260,17 @@ def test_commands_of_the_page_are_those_of_the_suite() -> None:
         build_parser(types[script], prog=script, description="").parse_args(argv)
 
 
+def test_defaults_of_the_pretraining_table_are_those_of_the_code() -> None:
+    section = (REPO / "docs/protocols.md").read_text("utf-8").split("\n## ")[1]
+    assert section.startswith("Pretraining")
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
+    spans = " ".join(span for row in rows for span in re.findall(r"`([^`]*)`", row))
+    shown = re.findall(r"--([a-z-]+) (\d[\d.e-]*)", spans)
+    assert len(shown) > 5
+    for flag, value in shown:
+        assert getattr(PretrainConfig(), flag.replace("-", "_")) == float(value), flag
+
+
 def test_costs_follow_from_their_inputs() -> None:
     stored = json.loads((REPO / "docs/results/costs.json").read_text("utf-8"))
     given: dict[str, Any] = {name: each["value"] for name, each in stored["inputs"].items()}
@@ -244,3 +296,59 @@ def test_costs_follow_from_their_inputs() -> None:
     for name, value in expected.items():
         assert hours[name] == pytest.approx(value, abs=1e-3), name
     assert hours["pretrain"] == pytest.approx(full, abs=1e-3)
+    numbers_of_an_image = given["probe_numbers"] * given["probe_stages"]
+    disk = images * numbers_of_an_image * given["probe_bytes"] / 1e9
+    assert stored["disk_gb"]["probes_imagenet"] == pytest.approx(disk, abs=1e-3)
+
+
+def plan(given: dict[str, float], images: int, gpus: int, batch: int) -> dict[str, float]:
+    """The formulas of docs/performance.md."""
+    bank, ring = 4 * images * given["dimensions"], 2 * (gpus - 1) / gpus
+    network = batch / gpus / given["network_images_per_second"]
+    softmax = batch * bank / gpus / given["flops"]
+    softmax += (
+        given["softmax_passes_bytes"] * batch * images / gpus / given["memory_bytes_per_second"]
+    )
+    sampled = ring * 2 * given["sampled_negatives"] * given["dimensions"]
+    alone, both = (images / batch * step for step in (network, network + softmax))
+    return {
+        **{"images": images, "gpus": gpus, "batch": batch},
+        "bank_float32_gb": bank / 1e9,
+        "bank_float16_gb": bank / 2 / 1e9,
+        "shard_float16_gb": bank / 2 / gpus / 1e9,
+        "network_ms": network * 1e3,
+        "softmax_ms": softmax * 1e3,
+        "softmax_seconds": softmax,
+        "shared_noise_mb": ring * 2 * given["num_negatives"] * given["dimensions"] / 1e6,
+        "sampled_mb": sampled / 1e6,
+        "sampled_ms": sampled / given["network_bytes_per_second"] * 1e3,
+        "images_per_second": gpus * given["network_images_per_second"],
+        "epoch_network_minutes": alone / 60,
+        "epoch_network_hours": alone / 3600,
+        "epoch_softmax_minutes": both / 60,
+        "epoch_softmax_hours": both / 3600,
+        "epoch_softmax_days": both / 86400,
+        "permutation_gb": 8 * images / 1e9,
+        "noise_uneven": 1 / (2 ** int(given["generator_bits"]) // images),
+    }
+
+
+def test_plans_follow_from_their_inputs() -> None:
+    stored = json.loads((REPO / "docs/results/plans.json").read_text("utf-8"))
+    given = {name: each["value"] for name, each in stored["inputs"].items()}
+    assert all(each["source"] for each in stored["inputs"].values())
+    for name in ("imagenet", "1e8", "1e9"):
+        row = stored["plans"][name]
+        expected = plan(given, row["images"], row["gpus"], row["batch"])
+        assert row == pytest.approx(expected, rel=1e-3), name
+        assert row["shard_float16_gb"] < given["gpu_memory_gb"]
+    gradients = 4 * given["resnet50_parameters"] / 1e6
+    assert stored["plans"]["gradients_resnet50_mb"] == pytest.approx(gradients, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_referred_to(name: str) -> None:
+    """A file of results that no document names is one that nobody reads."""
+    texts = {document: (REPO / document).read_text("utf-8") for document in DOCUMENTS}
+    file = Path(name).name
+    assert any(name in text or f"](results/{file})" in text for text in texts.values())

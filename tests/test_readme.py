@@ -19,12 +19,16 @@ import transfer.suite
 from instdisc.cli import build_parser
 from pretrain.config import PretrainConfig
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+REPO = Path(__file__).resolve().parents[1]
 TRANSFER = [
     *(transfer.detect, transfer.knn, transfer.linear, transfer.report, transfer.retrieve),
     *(transfer.semisup, transfer.suite),
 ]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in DOCS.glob("*.md"))]
+DOCUMENTS = [
+    path.relative_to(REPO).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docs/results/*.md")
+    for path in sorted(REPO.glob(pattern))
+]
 COMMANDS = [pretrain.run, pretrain.export, pretrain.import_weights, *TRANSFER]
 
 
@@ -59,11 +63,39 @@ def test_the_readme_shows_what_must_work(repo: Path) -> None:
     assert commands(text, "pretrain/import_weights.py")
 
 
+def anchors(text: str) -> set[str]:
+    """The names that headings get: lower case, words and hyphens."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    titles = re.findall(r"^#+ +(.*?) *$", text, flags=re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(path: Path) -> list[str]:
+    """Links of a document to files or headings that are not there; addresses are not followed."""
+    text = path.read_text("utf-8")
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)|(?:href|src)=\"([^\"]+)\"", text):
+        target, _, anchor = (link[0] or link[1]).partition("#")
+        if ":" in target:
+            continue
+        file = path.parent / target if target else path
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text("utf-8"))):
+            broken.append(f"{target}#{anchor}".rstrip("#"))
+    return broken
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_to_files_lead_somewhere(document: str, repo: Path) -> None:
-    path = repo / document
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+def test_links_lead_somewhere(document: str, repo: Path) -> None:
+    assert broken_links(repo / document) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    (tmp_path / "b.md").write_text("# Who owns `it`, and when\n```\n# no heading\n```\n")
+    page.write_text("[x](b.md) [x](b.md#who-owns-it-and-when) [x](https://a.b/c#d) [x](#y)\n# Y\n")
+    assert broken_links(page) == []
+    page.write_text('[x](c.md) [x](b.md#no-heading) [x](#z)\n<img src="d.png">\n# Y\n')
+    assert broken_links(page) == ["c.md", "b.md#no-heading", "#z", "d.png"]
 
 
 @pytest.mark.parametrize("module", COMMANDS)
