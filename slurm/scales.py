@@ -1,14 +1,36 @@
-"""Flags that make a study smaller than the paper's: for two cores, and for a look at the graph."""
+"""The rows of the paper's tables as flags, and what makes them small: for two cores, for a look."""
 
 import shlex
 
+IMAGENET, CIFAR, PLACES, VOC07 = 1_281_167, 50_000, 2_448_873, 5_011
+ARCHS = ("alexnet", "vgg16", "resnet18", "resnet50")
+EMBEDDINGS = (32, 64, 128, 256)
+FRACTIONS = (0.001, 0.01, 0.1, 0.3, 1.0)
+LABELED = (0.01, 0.02, 0.04, 0.1, 0.2)
+# Table 1, from the worst row to the best.
+OBJECTIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("parametric", ("--objective", "parametric")),
+    *((f"nce-{m}", ("--objective", "nce", "--num-negatives", str(m))) for m in (1, 10, 512, 4096)),
+    ("softmax", ("--objective", "softmax")),
+)
+# What the last row but one changes by: the proximal term, and noise that a batch shares.
+ABLATIONS: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
+    (f"nce-4096-{name}", ("--objective", "nce", "--num-negatives", "4096", *flags))
+    for name, flags in (
+        ("proximal-1", ("--proximal-weight", "1")),
+        ("proximal-10", ("--proximal-weight", "10")),
+        ("shared", ("--negatives", "shared")),
+    )
+)
+DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
+
 SMALL_EPOCHS, SMALL_FRACTION = 12, 0.1
 # CIFAR-10 on two cores: 5,000 images and the stem that halves an image twice; minutes for each row.
-# With so few visits to an image many small steps get further than few large ones, and so does a
-# bank that keeps half of the old row, as in the authors' code (docs/protocols.md).
+# With so few visits to an image many small steps get further than few large ones, flips help, and
+# so does a bank that keeps half of the old row, as in the authors' code (docs/protocols.md).
 SMALL = shlex.split(
     f"--train-fraction {SMALL_FRACTION} --stem imagenet --epochs {SMALL_EPOCHS} "
-    "--batch-size 64 --lr 0.03 --warmup-epochs 2 --lr-milestones 10 "
+    "--flip --batch-size 64 --lr 0.03 --warmup-epochs 2 --lr-milestones 10 "
     "--bank-momentum 0.5 --monitor-every 0 --workers 0"
 )
 # The least that does something on the embedded images.

@@ -7,38 +7,9 @@ from typing import Literal
 
 from instdisc.cli import UserError, option
 from instdisc.runs import runs_root
+from slurm import scales
 from slurm.jobs import Job
-from slurm.scales import (
-    DEMO_QUICK,
-    DETECT_QUICK,
-    SEMISUP_QUICK,
-    SMALL,
-    SMALL_EPOCHS,
-    SMALL_FRACTION,
-)
 from slurm.tasks import TASKS
-
-IMAGENET, CIFAR, PLACES, VOC07 = 1_281_167, 50_000, 2_448_873, 5_011
-ARCHS = ("alexnet", "vgg16", "resnet18", "resnet50")
-EMBEDDINGS = (32, 64, 128, 256)
-FRACTIONS = (0.001, 0.01, 0.1, 0.3, 1.0)
-LABELED = (0.01, 0.02, 0.04, 0.1, 0.2)
-# Table 1, from the worst row to the best.
-OBJECTIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("parametric", ("--objective", "parametric")),
-    *((f"nce-{m}", ("--objective", "nce", "--num-negatives", str(m))) for m in (1, 10, 512, 4096)),
-    ("softmax", ("--objective", "softmax")),
-)
-# What the last row but one changes by: the proximal term, and noise that a batch shares.
-ABLATIONS: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
-    (f"nce-4096-{name}", ("--objective", "nce", "--num-negatives", "4096", *flags))
-    for name, flags in (
-        ("proximal-1", ("--proximal-weight", "1")),
-        ("proximal-10", ("--proximal-weight", "10")),
-        ("shared", ("--negatives", "shared")),
-    )
-)
-DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +28,7 @@ class StudyConfig:
         (), "checkpoints trained with labels, the upper bound of detection", metavar="ARCH=FILE"
     )
     archs: tuple[Literal["alexnet", "vgg16", "resnet18", "resnet50"], ...] = option(
-        ARCHS, "networks of table2, places and detection"
+        scales.ARCHS, "networks of table2, places and detection"
     )
     scale: Literal["paper", "small", "quick"] = option(
         "paper",
@@ -76,7 +47,7 @@ class StudyConfig:
                 raise UserError(f"--skip {task}: name a task that a study can do without")
         for text in self.supervised:
             arch, equals, file = text.partition("=")
-            if arch not in ARCHS or not equals or not file:
+            if arch not in scales.ARCHS or not equals or not file:
                 raise UserError(f"--supervised {text}: write ARCH=FILE, such as resnet50=r50.pth")
 
 
@@ -156,43 +127,47 @@ class Study:
             *flags,
             arch=arch,
             data=self.config.data,
-            images=200 * IMAGENET * part,
+            images=200 * scales.IMAGENET * part,
         )
 
     def table1(self, seed: int) -> None:
         """CIFAR-10: parametric and non-parametric softmax, exact and by NCE."""
-        self.cifar(OBJECTIVES, seed)
+        self.cifar(scales.OBJECTIVES, seed)
 
     def ablations(self, seed: int) -> None:
         """CIFAR-10: the proximal term, and shared noise, beside their row of table1."""
-        self.cifar((OBJECTIVES[-2], *ABLATIONS), seed)
+        self.cifar((scales.OBJECTIVES[-2], *scales.ABLATIONS), seed)
 
     def cifar(self, rows: tuple[tuple[str, tuple[str, ...]], ...], seed: int) -> None:
         """Runs on CIFAR-10, each read out by kNN and by a linear SVM on the embedding."""
         small = self.config.scale == "small"
         data = self.config.cifar or self.config.data
-        images = SMALL_EPOCHS * SMALL_FRACTION * CIFAR if small else 200 * CIFAR
+        images = (
+            scales.SMALL_EPOCHS * scales.SMALL_FRACTION * scales.CIFAR
+            if small
+            else 200 * scales.CIFAR
+        )
         for row, flags in rows:
             name = f"cifar10{'-small' * small}-{row}"
-            extra = SMALL if small else ()
+            extra = scales.SMALL if small else ()
             job = self.pretrain(
                 name, seed, *flags, *extra, arch="resnet18", data=data, images=images
             )
             workers = ("--workers", "0") if small else ()
-            self.readout("knn", job, seed, *workers, images=CIFAR)
-            self.readout("linear", job, seed, "--stage", "embedding", *workers, images=CIFAR)
+            self.readout("knn", job, seed, *workers, images=scales.CIFAR)
+            self.readout("linear", job, seed, "--stage", "embedding", *workers, images=scales.CIFAR)
 
     def table2(self, seed: int) -> None:
         """ImageNet: conv1..conv5 and nearest neighbours."""
         for arch in self.config.archs:
             job = self.imagenet(arch, seed)
-            self.readout("knn", job, seed, images=IMAGENET)
-            self.readout("linear", job, seed, images=IMAGENET)
+            self.readout("knn", job, seed, images=scales.IMAGENET)
+            self.readout("linear", job, seed, images=scales.IMAGENET)
         if "alexnet" in self.config.archs:
             where = ("--data", self.config.data) if self.config.data else ()
             for task in ("knn", "linear"):
                 name = f"random:alexnet:{seed}"
-                self.readout(task, name, seed, *where, arch="alexnet", images=IMAGENET)
+                self.readout(task, name, seed, *where, arch="alexnet", images=scales.IMAGENET)
 
     def places(self, seed: int) -> None:
         """The same networks on Places205, without fine-tuning."""
@@ -202,40 +177,42 @@ class Study:
         for arch in self.config.archs:
             job = self.imagenet(arch, seed)
             for task in ("knn", "linear"):
-                self.readout(task, job, seed, *where, label="places", images=PLACES)
+                self.readout(task, job, seed, *where, label="places", images=scales.PLACES)
 
     def embedding(self, seed: int) -> None:
         """Size of the embedding; 128 is the run of table2."""
-        for dim in EMBEDDINGS:
+        for dim in scales.EMBEDDINGS:
             special = (f"-dim{dim}", "--embedding-dim", str(dim)) if dim != 128 else ("",)
-            self.readout("knn", self.imagenet("resnet18", seed, *special), seed, images=IMAGENET)
+            self.readout(
+                "knn", self.imagenet("resnet18", seed, *special), seed, images=scales.IMAGENET
+            )
 
     def data_size(self, seed: int) -> None:
         """Part of the training images; all of them is the run of table2."""
-        for part in FRACTIONS:
+        for part in scales.FRACTIONS:
             special = (f"-part{part:g}", "--train-fraction", f"{part:g}") if part < 1 else ("",)
             job = self.imagenet("resnet18", seed, *special, part=part)
-            self.readout("knn", job, seed, images=IMAGENET)
+            self.readout("knn", job, seed, images=scales.IMAGENET)
 
     def semisup(self, seed: int) -> None:
         """Fine-tuning with few labels, and the same from scratch."""
         job = self.imagenet("resnet50", seed)
-        for part in LABELED:
+        for part in scales.LABELED:
             for init in ("pretrained", "scratch"):
                 flags = ("--labeled", f"{part:g}", "--init", init, "--recipe", "paper")
-                label, images = f"{init}-{part:g}", 70 * part * IMAGENET
+                label, images = f"{init}-{part:g}", 70 * part * scales.IMAGENET
                 self.readout("semisup", job, seed, *flags, label=label, images=images)
 
     def detection(self, seed: int) -> None:
         """VOC07: from scratch, from labels, from our features."""
         supervised = dict(text.split("=", 1) for text in self.config.supervised)
         where = ("--voc-root", self.config.voc_root) if self.config.voc_root else ()
-        for arch in [arch for arch in self.config.archs if arch in DETECTORS]:
+        for arch in [arch for arch in self.config.archs if arch in scales.DETECTORS]:
             job = self.imagenet(arch, seed)
             export = self.readout("export", job, seed, "--to", "detectron2", "--overwrite")
-            flags = ("--cfg", DETECTORS[arch], *where)
+            flags = ("--cfg", scales.DETECTORS[arch], *where)
             flags += ("--make-proposals",) if arch != "resnet50" else ()
-            images = 24 * VOC07
+            images = 24 * scales.VOC07
             self.readout(
                 "detect", job, seed, *flags, label="ours", images=images, after=(export.name,)
             )
@@ -265,14 +242,14 @@ class Study:
         """Everything once, on the embedded images."""
         quick = self.config.scale == "quick"
         job = self.pretrain(
-            "demo-resnet18", seed, *(DEMO_QUICK if quick else ()),
+            "demo-resnet18", seed, *(scales.DEMO_QUICK if quick else ()),
             arch="resnet18", data="demo", images=20_000,
         )  # fmt: skip
         export = self.readout("export", job, seed, "--to", "detectron2", "--overwrite")
         self.readout("knn", job, seed, "--workers", "0")
-        few = SEMISUP_QUICK if quick else ()
+        few = scales.SEMISUP_QUICK if quick else ()
         self.readout("semisup", job, seed, "--labeled", "0.05", *few)
-        short = DETECT_QUICK if quick else ()
+        short = scales.DETECT_QUICK if quick else ()
         where = ("--cfg", "faster_r18")
         self.readout("detect", job, seed, *where, *short, after=(export.name,))
 
