@@ -1,8 +1,9 @@
-# The README's commands. Each makes its environment first, once; see .ci/setup.
+# The README's commands, in any locale. Each makes its environment first, once; see .ci/setup.
 # An environment of your own: `make test VENV=/path`. Another interpreter: `make setup PYTHON=/path`.
 VENV ?= .venv
 ARGS ?=
 export VENV
+export PYTHONUTF8 := 1
 PY = "$(VENV)/bin/python"
 
 .PHONY: help demo test check bench fuzz setup clean

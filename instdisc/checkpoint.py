@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from instdisc.cli import UserError
+from instdisc.failures import is_out_of_memory
 from instdisc.run_log import LOGGER
 from instdisc.runs import atomic_file
 
@@ -169,9 +170,9 @@ def load_file(path: Path, *, mapped: bool = False) -> Any:
         if error.errno in NOT_ITS_FAULT:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
         raise _damaged(path, error) from None
-    except MemoryError:
-        raise UserError(f"{path} does not fit into memory: free some, then try again") from None
-    except DAMAGE as error:
+    except (MemoryError, *DAMAGE) as error:
+        if is_out_of_memory(error):  # the file is good, as far as one knows
+            raise UserError(f"{path} does not fit into memory: free some, then try again") from None
         raise _damaged(path, error) from None
     except pickle.UnpicklingError:
         raise DamagedFile(

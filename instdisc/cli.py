@@ -8,7 +8,6 @@ own default, which is the paper's.
 import argparse
 import contextlib
 import dataclasses
-import errno
 import importlib.util
 import json
 import re
@@ -20,18 +19,10 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from instdisc import streams
+from instdisc.failures import explain
+
 PACKAGES = ("instdisc", "pretrain", "transfer", "slurm", "detection_configs")
-# Errors of the machine that the user can mend; anything else is a bug and keeps its traceback.
-MENDABLE = {
-    errno.ENOSPC: "the disk is full: free some space, then run the same command again",
-    errno.EDQUOT: "the disk quota is used up: free some space, then run the same command again",
-    errno.EFBIG: "the file would pass the size limit: raise it (ulimit -f)",
-    errno.EACCES: "permission denied: choose another folder or change its permissions",
-    errno.EPERM: "not permitted: choose another folder or change its permissions",
-    errno.EROFS: "the file system is read-only: choose another folder",
-    errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
-    errno.ENOTDIR: "a part of the path is a file, not a folder: choose another one",
-}
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 INSTALL = "run `make setup`, or see README.md, section Install"
 
@@ -231,6 +222,11 @@ def parse(
     return config_type(**{**defaults, **given})
 
 
+def _script() -> Path:
+    """What Python was started with."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+
+
 def check_provenance() -> None:
     """Refuses to run a mixture of two copies of the project, which Python would do silently."""
     homes: dict[Path, list[str]] = {}
@@ -241,7 +237,7 @@ def check_provenance() -> None:
     if len(homes) > 1:
         where = "; ".join(f"{', '.join(names)} in {home}" for home, names in homes.items())
         raise UserError(f"packages of two copies are mixed ({where}): pip install -e . in one")
-    script = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve()
+    script = _script()
     if script.parent.name in PACKAGES and script.parent.parent not in homes:
         home = next(iter(homes))
         raise UserError(f"{script} is not the installed copy ({home}): pip install -e . beside it")
@@ -274,6 +270,9 @@ def run_command(
         sys.stderr.write(f"{prog}: error: {line}\n")
         return 2
 
+    if _script().parent.name in PACKAGES:
+        streams.use_utf8()
+    streams.open_streams()
     try:
         check_provenance()
         config = parse(config_type, argv, prog=prog, description=description, epilog=epilog)
@@ -287,10 +286,11 @@ def run_command(
         if (error.name or "").partition(".")[0] in PACKAGES:
             raise
         return refuse(f"package {error.name} is not installed: {INSTALL}")
-    except OSError as error:
-        if error.errno not in MENDABLE:
-            raise
-        return refuse(f"{error.filename or 'writing'}: {MENDABLE[error.errno]}")
+    except (OSError, MemoryError, RuntimeError) as error:
+        line = explain(error, typing.get_type_hints(config_type))
+        if line is None:
+            raise  # a bug
+        return refuse(line)
     except Interrupted as stop:
         sys.stderr.write(f"{prog}: {stop}\n")
         return EXIT_INTERRUPTED

@@ -22,6 +22,7 @@ from PIL import Image
 
 from instdisc import demo, official
 from instdisc.cli import UserError
+from instdisc.failures import is_out_of_memory
 from instdisc.locations import DataLocation
 from instdisc.pixels import to_rgb
 from instdisc.runs import runs_root
@@ -33,7 +34,7 @@ SCANNED = 5000  # images that are decoded before training; evenly spaced if ther
 # What Pillow raises for bytes that are no good image; its decoders do not agree on one kind.
 IMAGE_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError),
-    *(struct.error, zlib.error, LookupError, TypeError, ArithmeticError, MemoryError),
+    *(struct.error, zlib.error, LookupError, TypeError, ArithmeticError),
 )
 
 
@@ -93,6 +94,7 @@ class ImageSet:
 
         Raises:
             UserError: opening or decoding it in the block failed; the message names the file.
+            MemoryError: there is too little for it, which says nothing about the file.
         """
         if self.pixels is not None:
             yield Image.fromarray(self.pixels[index])
@@ -100,7 +102,9 @@ class ImageSet:
         try:
             with Image.open(self.name(index)) as image:
                 yield image
-        except IMAGE_ERRORS as error:
+        except (*IMAGE_ERRORS, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise MemoryError(f"{self.name(index)} did not fit") from None
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise UserError(f"{self.name(index)} is not a readable image ({reason})") from None
 

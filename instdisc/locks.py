@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.cli import UserError
+from instdisc.runs import make_private
 
 NAME = ".lock"
 BEAT = 20.0
@@ -168,13 +169,15 @@ def _renew(path: Path, us: dict[str, Any], stop: threading.Event) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder, and holds it for this process alone; folders left empty are removed.
+    """Makes the folder, private to this user, and holds it for this process alone.
+
+    Folders that were made and are left empty are removed again.
 
     Raises:
         UserError: another run is at work in it; the message has its host and process.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     path, us = folder / NAME, _ourselves()
     stop = threading.Event()
     try:

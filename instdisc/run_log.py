@@ -25,6 +25,16 @@ class _AboveProgressBar(logging.StreamHandler):
         tqdm.write(self.format(record), file=sys.stdout)
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk ends the run for, like every other file of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in the handler of what went wrong."""
+        if isinstance(sys.exc_info()[1], OSError):
+            raise
+        super().handleError(record)
+
+
 def setup_logging(log_file: Path | None, *, is_main: bool = True) -> logging.Logger:
     """Logs to the terminal and to a file; other processes than the first only warn."""
     for handler in LOGGER.handlers:
@@ -37,7 +47,7 @@ def setup_logging(log_file: Path | None, *, is_main: bool = True) -> logging.Log
     LOGGER.addHandler(screen)
     if log_file is not None and is_main:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(log_file, encoding="utf-8")
+        file = _LogFile(log_file, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         LOGGER.addHandler(file)
     return LOGGER

@@ -22,6 +22,17 @@ def runs_root() -> Path:
     return Path(os.environ.get("INSTDISC_RUNS") or "runs")
 
 
+def make_private(folder: Path) -> None:
+    """Makes a folder that only this user can look into; one that is there stays as it is.
+
+    Folders above it that have to be made can be written to by nobody else, whatever the umask.
+    """
+    for above in reversed(folder.parents):
+        if not above.exists():
+            above.mkdir(mode=0o755, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Opens a file that appears under its name whole, synced to disk, or not at all."""
@@ -81,11 +92,12 @@ def git_revision() -> str | None:
         done = subprocess.run(
             ["git", "-C", str(home), *command], capture_output=True, text=True, timeout=10
         )
+        done.check_returncode()  # git refuses a checkout of another user
         return done.stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
@@ -116,7 +128,9 @@ def newest_backbone(arch: str | None = None) -> Path:
         if arch is None:
             return True
         try:
-            return bool(json.loads((path.parent / "config.json").read_text())["arch"] == arch)
+            return bool(
+                json.loads((path.parent / "config.json").read_text("utf-8"))["arch"] == arch
+            )
         except (OSError, ValueError, KeyError, TypeError):  # imported, or moved: not a run's own
             return False
 

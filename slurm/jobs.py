@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from instdisc.cli import UserError
-from instdisc.runs import runs_root, write_json
+from instdisc.runs import make_private, runs_root, write_json
 
 State = Literal["waiting", "running", "interrupted", "done", "failed"]
 # What a run writes when it gets on; logs and configs are written by every attempt.
@@ -90,7 +90,7 @@ def prepare_folder(folder: Path) -> None:
     """Makes a folder and proves that it can be written to, before anything is queued."""
     probe = folder / f".probe-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         probe.write_text("")
         probe.unlink()
     except OSError as error:

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TORCH_FREE = re.compile(
-    r"instdisc/(cli|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
+    r"instdisc/(cli|failures|streams|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
     r"|transfer/(study_config|paper_numbers|report\w*|suite\w*)\.py"
 )
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}

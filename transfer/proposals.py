@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instdisc.cli import Parser, UserError
+from instdisc.failures import explain
 from transfer.detection.proposals import (
     Proposals,
     check_proposals,
@@ -47,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_proposals(out, proposals.ids, proposals.boxes, proposals.scores)
             sys.stdout.write(f"wrote {out}\n")
         _print_summary(proposals, records)
-    except UserError as error:
-        sys.stderr.write(f"transfer/proposals.py: error: {error}\n")
+    except (UserError, OSError, MemoryError) as error:
+        line = str(error) if isinstance(error, UserError) else explain(error)
+        if line is None:
+            raise
+        sys.stderr.write(f"transfer/proposals.py: error: {line}\n")
         return 2
     return 0
 

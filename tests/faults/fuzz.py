@@ -33,7 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from PIL import Image
 
-from instdisc.cli import MENDABLE, UserError, parse, to_dict
+from instdisc.cli import UserError, parse, to_dict
+from instdisc.failures import explain
 from instdisc.results import Result, read_results
 from pretrain.config import PretrainConfig
 
@@ -326,13 +327,11 @@ def outcome(read: Callable[[Path], object], path: Path) -> str:
         read(path)
     except UserError as error:
         return "refused" if str(error).strip() else "a refusal without words"
-    except OSError as error:
-        if error.errno in MENDABLE:  # run_command tells it in one line
-            return "refused"
-        return f"OSError {error}"
     except SystemExit as stop:
         return "refused" if stop.code == 2 else f"exit code {stop.code}"
-    except Exception:  # this is what is looked for
+    except Exception as error:  # this is what is looked for
+        if explain(error):  # run_command tells it in one line
+            return "refused"
         frames = traceback.format_exc().strip().splitlines()
         return f"{frames[-1][:200]}  [{frames[-3].strip() if len(frames) > 2 else ''}]"
     return "accepted"

@@ -44,3 +44,21 @@ def test_the_newest_backbone_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
         file.touch()
         os.utime(file, (1e9 - age, 1e9 - age))
     assert runs.newest_backbone().parent.name == "new"
+
+
+def test_a_folder_made_for_a_run_is_private_and_one_that_is_there_keeps_its_mode(
+    tmp_path: Path,
+) -> None:
+    before = os.umask(0)
+    try:
+        runs.make_private(tmp_path / "a" / "b" / "run")
+        (tmp_path / "shared").mkdir(mode=0o775)
+        runs.make_private(tmp_path / "shared")
+        runs.make_private(tmp_path / "shared" / "run")
+    finally:
+        os.umask(before)
+    modes = {"a": 0o755, "a/b": 0o755, "a/b/run": 0o700, "shared": 0o775, "shared/run": 0o700}
+    assert {name: (tmp_path / name).stat().st_mode & 0o777 for name in modes} == modes
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        runs.make_private(tmp_path / "file" / "run")

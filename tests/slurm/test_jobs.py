@@ -102,3 +102,8 @@ def test_a_read_only_file_system_is_named() -> None:
     # Kernel files: nobody can make a folder there, root neither.
     with pytest.raises(UserError, match=r"cannot be written .*--jobs"):
         prepare_folder(Path("/proc/jobs"))
+
+
+def test_a_job_folder_is_private(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "jobs" / "x")
+    assert (tmp_path / "jobs" / "x").stat().st_mode & 0o777 == 0o700

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import MENDABLE, UserError
+from instdisc.cli import UserError
 from instdisc.export import bundle
 from instdisc.export.bundle import export_backbone
 from instdisc.export.verify import CONVERTERS
+from instdisc.failures import MENDABLE
 
 
 @pytest.fixture
