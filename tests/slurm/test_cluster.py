@@ -1,5 +1,6 @@
 """On a real Slurm of two nodes: studies, preemption, failures. Minutes, so all of it is slow."""
 
+import functools
 import json
 import os
 import shlex
@@ -115,21 +116,27 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert torch.equal(value, other[name]), name
 
 
+def preempt_twice(user: User, by: str, begun: Any, further: Any) -> None:
+    """Takes its nodes from the job `disturbed` by a signal, then by a requeue; it comes back."""
+    job = user.job_id("disturbed")
+    wait_for(begun, 240, "a few steps")
+    subprocess.run(["scancel", f"--signal={by}", job], check=True)
+    wait_for(lambda: user.statuses()["disturbed"].attempts == 2, 240, "a second attempt")
+    wait_for(further, 240, "more steps")
+    subprocess.run(["scontrol", "requeue", job], check=True)
+    assert user.wait("disturbed", "done").attempts == 3
+    assert user.wait("calm", "done").attempts == 1
+    attempts = read_status(user.jobs / "disturbed")["attempts"]
+    assert [each["outcome"] for each in attempts] == ["interrupted", "interrupted", "done"]
+
+
 def test_a_preempted_pretraining_comes_back_and_ends_the_same(user: User) -> None:
     for name in ("calm", "disturbed"):
         user.submit("--nodes", "2", "--name", name, "pretrain", *PRETRAIN,
                     "--output", str(user.runs / name))  # fmt: skip
-    job = user.job_id("disturbed")
-    wait_for(lambda: user.rows("disturbed") >= 3, 240, "three steps")
-    subprocess.run(["scancel", "--signal=USR2", job], check=True)
-    wait_for(lambda: user.statuses()["disturbed"].attempts == 2, 240, "a second attempt")
-    wait_for(lambda: user.rows("disturbed") >= 10, 240, "ten steps")
-    subprocess.run(["scontrol", "requeue", job], check=True)
-    assert user.wait("disturbed", "done").attempts == 3
-    assert user.wait("calm", "done").attempts == 1
+    steps = functools.partial(user.rows, "disturbed")
+    preempt_twice(user, "USR2", lambda: steps() >= 3, lambda: steps() >= 10)
     assert_same_weights(user.runs / "calm" / "last.pt", user.runs / "disturbed" / "last.pt")
-    attempts = read_status(user.jobs / "disturbed")["attempts"]
-    assert [each["outcome"] for each in attempts] == ["interrupted", "interrupted", "done"]
 
 
 def test_a_preempted_fine_tuning_comes_back_and_ends_the_same(user: User) -> None:
@@ -137,11 +144,9 @@ def test_a_preempted_fine_tuning_comes_back_and_ends_the_same(user: User) -> Non
     for name in ("calm", "disturbed"):
         user.submit("--name", name, "semisup", *SEMISUP, "--weights", str(weights),
                     "--output", str(user.runs / name))  # fmt: skip
-    wait_for(lambda: user.rows("disturbed") >= 4, 240, "four steps")
     # SIGTERM is what preemption sends, and it reaches the loader's processes too.
-    subprocess.run(["scancel", "--signal=TERM", user.job_id("disturbed")], check=True)
-    assert user.wait("disturbed", "done").attempts == 2
-    user.wait("calm", "done")
+    steps = functools.partial(user.rows, "disturbed")
+    preempt_twice(user, "TERM", lambda: steps() >= 4, lambda: steps() >= 12)
     (calm,) = (user.runs / "calm").glob("*/last.pt")
     (disturbed,) = (user.runs / "disturbed").glob("*/last.pt")
     assert_same_weights(calm, disturbed)
@@ -248,7 +253,7 @@ def test_names_and_arguments_are_only_text(user: User, tmp_path: Path) -> None:
 
 
 DETECT = shlex.split(
-    "--cfg faster_r18 --pictures 0 SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 20 "
+    "--cfg faster_r18 --pictures 0 SOLVER.IMS_PER_BATCH 2 SOLVER.MAX_ITER 30 "
     "SOLVER.CHECKPOINT_PERIOD 3 MODEL.RPN.BATCH_SIZE_PER_IMAGE 16 "
     "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 16 INPUT.MIN_SIZE_TRAIN (64,) INPUT.MIN_SIZE_TEST 64 "
     "TEST.DETECTIONS_PER_IMAGE 5 MODEL.RPN.POST_NMS_TOPK_TEST 20"
@@ -260,12 +265,14 @@ def test_a_preempted_detection_comes_back_and_ends_the_same(user: User) -> None:
     for name in ("calm", "disturbed"):
         user.submit("--name", name, "detect", *DETECT[:4], "--weights", str(weights),
                     "--output", str(user.runs / name), *DETECT[4:])  # fmt: skip
-    # Detectron2 writes its numbers every twenty iterations only.
     disturbed = user.runs / "disturbed"
-    wait_for(lambda: list(disturbed.glob("trial-0/model_*.pth")), 240, "three iterations")
-    subprocess.run(["scancel", "--signal=USR2", user.job_id("disturbed")], check=True)
-    assert user.wait("disturbed", "done").attempts == 2
-    user.wait("calm", "done")
+
+    def iteration() -> int:
+        # Detectron2 writes its numbers every twenty iterations only.
+        names = [file.stem for file in disturbed.glob("trial-0/model_0*.pth")]
+        return max((int(name.removeprefix("model_")) for name in names), default=0)
+
+    preempt_twice(user, "USR2", lambda: iteration() >= 2, lambda: iteration() >= 11)
     assert "going on with iteration" in (disturbed / "log.txt").read_text()
     first, second = (
         torch.load(user.runs / name / "trial-0" / "model_final.pth", weights_only=True)["model"]
