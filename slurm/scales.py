@@ -17,8 +17,7 @@ OBJECTIVES: tuple[tuple[str, tuple[str, ...]], ...] = (
 ABLATIONS: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
     (f"nce-4096-{name}", ("--objective", "nce", "--num-negatives", "4096", *flags))
     for name, flags in (
-        ("proximal-1", ("--proximal-weight", "1")),
-        ("proximal-10", ("--proximal-weight", "10")),
+        ("proximal", ("--proximal-weight", "1")),
         ("shared", ("--negatives", "shared")),
     )
 )
