@@ -147,15 +147,17 @@ class Study:
             if small
             else 200 * scales.CIFAR
         )
-        for row, flags in rows:
+        for row, objective in rows:
             name = f"cifar10{'-small' * small}-{row}"
             extra = scales.SMALL if small else ()
             job = self.pretrain(
-                name, seed, *flags, *extra, arch="resnet18", data=data, images=images
+                name, seed, *objective, *extra, arch="resnet18", data=data, images=images
             )
             workers = ("--workers", "0") if small else ()
-            self.readout("knn", job, seed, *workers, images=scales.CIFAR)
-            self.readout("linear", job, seed, "--stage", "embedding", *workers, images=scales.CIFAR)
+            knn = self.readout("knn", job, seed, *workers, images=scales.CIFAR)
+            flags = ("--stage", "embedding", *workers)
+            # It finds the features that kNN has stored.
+            self.readout("linear", job, seed, *flags, images=scales.CIFAR, after=(knn.name,))
 
     def table2(self, seed: int) -> None:
         """ImageNet: conv1..conv5 and nearest neighbours."""
