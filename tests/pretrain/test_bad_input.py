@@ -145,8 +145,12 @@ def test_an_output_folder_without_permission(
 def test_half_precision_on_a_cpu_runs(image_tree: Path, tmp_path: Path) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("bfloat16 convolutions on the CPU need oneDNN")
+    flags = Path("/proc/cpuinfo").read_text()
+    if "avx512_bf16" not in flags:
+        # Once in many runs a convolution that oneDNN emulates has left NaN in the gradients.
+        pytest.skip("bfloat16 is emulated on this CPU, and not reliably")
     env_needed = "ONEDNN_MAX_CPU_ISA"
-    if "amx" in Path("/proc/cpuinfo").read_text() and env_needed not in os.environ:
+    if "amx" in flags and env_needed not in os.environ:
         pytest.skip(f"AMX on a virtual machine may crash: set {env_needed}=AVX512_CORE_BF16")
     argv = [*SMALL, "--data", str(image_tree), "--output", str(tmp_path / "run"), "--amp=bf16"]
     assert main(argv) == 0
