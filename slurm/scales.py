@@ -25,8 +25,8 @@ DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "fast
 
 SMALL_EPOCHS, SMALL_FRACTION = 12, 0.1
 # CIFAR-10 on two cores: 5,000 images and the stem that halves an image twice; minutes for each row.
-# With so few visits to an image many small steps get further than few large ones, flips help, and
-# so does a bank that keeps half of the old row, as in the authors' code (docs/protocols.md).
+# Many small steps, flips and a bank that keeps half of the old row: what the exact softmax learnt
+# with in so few visits to an image. NCE does not train with it (docs/results/table1-small.md).
 SMALL = shlex.split(
     f"--train-fraction {SMALL_FRACTION} --stem imagenet --epochs {SMALL_EPOCHS} "
     "--flip --batch-size 64 --lr 0.03 --warmup-epochs 2 --lr-milestones 10 "
