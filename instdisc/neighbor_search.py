@@ -18,7 +18,7 @@ from instdisc.exact_similarity import from_keys, num_bits, slack_of, to_fixed_po
 # Scores are looked at one by one only in blocks whose maximum reaches the floor.
 BLOCK = 64
 # Scores of a chunk stay in the cache between the product that writes and the maximum that reads.
-CHUNK_ROWS = 8192
+CHUNK_ROWS = 2048
 # Rows from which the k-th best of a long bank is guessed.
 SAMPLE_ROWS = 32768
 LOWEST = torch.finfo(torch.float32).min

@@ -5,7 +5,9 @@ answer is the same, bit for bit, under every memory budget, number of threads an
 bank (`instdisc.exact_similarity` says how). No state is kept between calls.
 """
 
+import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from instdisc.cli import UserError
 from instdisc.exact_similarity import KEY_ROWS, from_keys, longest_row, to_keys
 from instdisc.neighbor_search import GroupSearch, plan_search
 
-DEFAULT_BUDGET_BYTES = 128 << 20
+DEFAULT_BUDGET_BYTES = 192 << 20
+# What a thread of its own is worth having for: bank rows, and memory to search them with.
+SHARD_ROWS, SHARD_BYTES = 32768, 32 << 20
+# Queries whose neighbours from all shards are merged at once.
+MERGE_QUERIES = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
 def top_k(
     queries: Tensor,
     bank: Tensor,
@@ -28,6 +33,9 @@ def top_k(
     offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Find the nearest bank rows of each query by dot product, exactly.
+
+    A long bank on a CPU is cut into shards that threads search side by side: every step of a search
+    is short, and threads that shared each step would mostly wait for one another.
 
     Args:
         queries: (Q, D), float32, float16 or bfloat16.
@@ -40,6 +48,42 @@ def top_k(
         Similarities (Q, k) float32, falling, and indices (Q, k) int64, rising among equals.
     """
     _check_search(queries, bank, num_neighbors, offset)
+    num_threads = torch.get_num_threads() if bank.device.type == "cpu" else 1
+    # Of a batch: similarities, indices and keys, from a shard and merged.
+    merging = 64 * MERGE_QUERIES * num_neighbors
+    num_shards = min(
+        num_threads,
+        len(bank) // max(SHARD_ROWS, num_neighbors),
+        budget_bytes // (SHARD_BYTES + merging),
+    )
+    if num_shards < 2:
+        return _search(queries, bank, num_neighbors, budget_bytes, offset)
+    share = budget_bytes // num_shards - merging
+    edges = [len(bank) * shard // num_shards for shard in range(num_shards + 1)]
+    found = []
+    torch.set_num_threads(num_threads // num_shards)
+    try:
+        with ThreadPoolExecutor(num_shards) as pool:
+            for batch in queries.split(MERGE_QUERIES):
+                shards = [
+                    pool.submit(
+                        _search, batch, bank[start:stop], num_neighbors, share, offset + start
+                    )
+                    for start, stop in itertools.pairwise(edges)
+                ]
+                parts = [shard.result() for shard in shards]
+                found.append(merge_top_k(parts, num_neighbors=num_neighbors))
+    finally:
+        torch.set_num_threads(num_threads)
+    similarities, indices = (torch.cat(part) for part in zip(*found, strict=True))
+    return similarities, indices
+
+
+@torch.no_grad()  # of the thread that it runs in
+def _search(
+    queries: Tensor, bank: Tensor, num_neighbors: int, budget_bytes: int, offset: int
+) -> tuple[Tensor, Tensor]:
+    """Do the work of `top_k` on one bank."""
     plan = plan_search(queries, bank, num_neighbors=num_neighbors, budget_bytes=budget_bytes)
     similarities = queries.new_empty(len(queries), num_neighbors, dtype=torch.float32)
     indices = torch.empty_like(similarities, dtype=torch.int64)

@@ -1,8 +1,10 @@
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,17 @@ from torch import Tensor
 from instdisc import neighbor_search
 from instdisc.cli import UserError
 from instdisc.exact_similarity import from_keys, num_bits, slack_of, to_fixed_point, to_keys
-from instdisc.neighbor_search import BLOCK, plan_search
-from instdisc.neighbors import _add_votes, classify, merge_top_k, rank_classes, top_k, vote
+from instdisc.neighbor_search import BLOCK, SearchPlan, plan_search
+from instdisc.neighbors import (
+    MERGE_QUERIES,
+    SHARD_ROWS,
+    _add_votes,
+    classify,
+    merge_top_k,
+    rank_classes,
+    top_k,
+    vote,
+)
 
 BUDGETS = (1 << 18, 3 << 17, 1 << 19, 1 << 20, 3 << 20, 128 << 20)
 
@@ -177,6 +188,55 @@ def test_autocast_grad_and_matmul_precision_change_nothing() -> None:
         assert_same(top_k(queries, bank, num_neighbors=30), want)
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("k", [1, 300])
+def test_a_long_bank_is_searched_by_all_threads_to_the_same_bits(k: int) -> None:
+    num_rows = 2 * SHARD_ROWS + 7
+    queries, bank = unit_rows(MERGE_QUERIES + 3, 8, seed=1).requires_grad_(), unit_rows(num_rows, 8)
+    bank[-300:] = bank[:300]  # ties across shards
+    got = top_k(queries, bank, num_neighbors=k, offset=5)
+    assert not got[0].requires_grad
+    torch.set_num_threads(1)
+    want = top_k(queries, bank, num_neighbors=k, offset=5)
+    torch.set_num_threads(2)
+    assert_same(got, want)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_error_in_one_thread_is_the_error_of_the_search() -> None:
+    bank = unit_rows(2 * SHARD_ROWS, 4)
+    bank[-1, 0] = torch.nan
+    with pytest.raises(UserError, match="NaN"):
+        top_k(unit_rows(3, 4), bank, num_neighbors=2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[int] = []
+
+    def spy(*args: Any, **options: Any) -> SearchPlan:
+        made = plan_search(*args, **options)
+        plans.append(made.num_bytes)
+        return made
+
+    monkeypatch.setattr("instdisc.neighbors.plan_search", spy)
+    queries, bank = unit_rows(MERGE_QUERIES, 8, seed=1), unit_rows(2 * SHARD_ROWS, 8)
+    for budget, num_shards in ((1 << 20, 1), (128 << 20, 2)):
+        plans.clear()
+        top_k(queries, bank, num_neighbors=20, budget_bytes=budget)
+        assert len(plans) == num_shards
+        assert sum(plans) <= budget
 
 
 def peak_bytes(trace: Path) -> int:
