@@ -117,8 +117,10 @@ class PooledExtractor(Extractor):
         return rows
 
 
-def pooled_extractor(features: StageFeatures, precision: str) -> PooledExtractor:
-    """The extractor of a frozen network's stages."""
+def pooled_extractor(features: StageFeatures, precision: str) -> Extractor:
+    """The extractor of a frozen network's stages; of the embedding alone the one that kNN has."""
+    if features.stages == ("embedding",):
+        return build_extractor(features.weights, "embedding")
     names = "+".join(features.stages)
     return PooledExtractor(
         name=names,

@@ -9,6 +9,7 @@ from torch import nn
 
 from instdisc.backbones import ARCHS, STAGES
 from instdisc.cli import UserError
+from instdisc.features import build_extractor
 from instdisc.weights import open_weights
 from transfer.pooled import (
     NotFrozenError,
@@ -70,6 +71,16 @@ def test_all_stages_come_from_one_pass(features: StageFeatures) -> None:
     parts = features.split(joined)
     for stage in rows:
         torch.testing.assert_close(parts[stage], rows[stage])
+
+
+def test_probes_of_the_embedding_use_the_features_that_knn_has_stored(
+    features: StageFeatures,
+) -> None:
+    weights = features.weights
+    alone = pooled_extractor(StageFeatures(weights, ["embedding"]), "half")
+    assert alone == build_extractor(weights, "embedding")
+    images = torch.rand(2, 3, 64, 64)
+    torch.testing.assert_close(alone(images), features(images)["embedding"])
 
 
 def test_nothing_of_the_network_can_be_trained(features: StageFeatures) -> None:
