@@ -17,8 +17,9 @@ from instdisc.exact_similarity import from_keys, num_bits, slack_of, to_fixed_po
 
 # Scores are looked at one by one only in blocks whose maximum reaches the floor.
 BLOCK = 64
-# Scores of a chunk stay in the cache between the product that writes and the maximum that reads.
-CHUNK_ROWS = 2048
+# Scores of a chunk stay in the cache between the product that writes and the maximum that reads; a
+# GPU has a larger one.
+CHUNK_ROWS, GPU_CHUNK_ROWS = 2048, 8192
 # Rows from which the k-th best of a long bank is guessed.
 SAMPLE_ROWS = 32768
 LOWEST = torch.finfo(torch.float32).min
@@ -48,7 +49,8 @@ def plan_search(
     dim = bank.shape[1]
     capacity = min(len(bank), 6 * num_neighbors + 2 * BLOCK)
     waiting = max(16, num_neighbors // 2)
-    group, rows, pairs = max(1, min(len(queries), 256)), CHUNK_ROWS, 4096
+    group, pairs = max(1, min(len(queries), 256)), 4096
+    rows = CHUNK_ROWS if bank.device.type == "cpu" else GPU_CHUNK_ROWS
     while True:
         num_bytes = (
             # Scores, copies of blocks and their masks; or the keys of tied queries.

@@ -35,7 +35,8 @@ def top_k(
     """Find the nearest bank rows of each query by dot product, exactly.
 
     A long bank on a CPU is cut into shards that threads search side by side: every step of a search
-    is short, and threads that shared each step would mostly wait for one another.
+    is short, and threads that shared each step would mostly wait for one another. Meanwhile torch's
+    number of threads is set lower, for the whole process.
 
     Args:
         queries: (Q, D), float32, float16 or bfloat16.

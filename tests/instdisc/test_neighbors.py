@@ -195,8 +195,9 @@ def two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
-    assert torch.get_num_threads() == 2
+    after = torch.get_num_threads()
     torch.set_num_threads(before)
+    assert after == 2
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -372,8 +373,11 @@ def test_equal_weights_rank_by_class_index() -> None:
     assert rank_classes(weights[:, :3]).tolist() == [[1, 0, 2]]
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_no_queries_give_empty_answers() -> None:
     similarities, indices = top_k(torch.empty(0, 4), unit_rows(9, 4), num_neighbors=3)
+    assert similarities.shape == indices.shape == (0, 3)
+    similarities, indices = top_k(torch.empty(0, 4), unit_rows(2 * SHARD_ROWS, 4), num_neighbors=3)
     assert similarities.shape == indices.shape == (0, 3)
     labels = torch.zeros(9, dtype=torch.int64)
     assert classify(torch.empty(0, 4), unit_rows(9, 4), labels, num_classes=2, num_neighbors=3)[
