@@ -1,4 +1,4 @@
-"""The paper's four backbones, their conv1..conv5 taps, and their loading (section 4.1).
+"""The paper's four backbones, their conv1..conv5 taps, and their loading (section 4.2).
 
 The networks are torchvision's, their weights keep torchvision's names. AlexNet and VGG16 get batch
 norm after every convolution, so that they train from random initialisation; the converters fold

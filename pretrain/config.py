@@ -17,7 +17,7 @@ ObjectiveName = Literal["parametric", "softmax", "nce", "sampled-softmax"]
 _model = functools.partial(option, group="model")
 _data = functools.partial(option, group="data (with none named, the embedded demo images are used)")
 _loss = functools.partial(option, group="objective and memory bank (paper, section 3)")
-_optim = functools.partial(option, group="optimisation (paper, section 4.1)")
+_optim = functools.partial(option, group="optimisation (paper, section 4.2)")
 _run = functools.partial(option, group="run", volatile=True)
 
 # What differs from the paper's ImageNet numbers, by kind of data. Flags win over these.
@@ -90,7 +90,7 @@ class PretrainConfig:
         None, "defaults for a kind of data; found from the data if not given"
     )
     train_fraction: float = _data(
-        1.0, "random part of the training images (paper, section 4.1: 0.001 to 1)"
+        1.0, "random part of the training images (paper, section 4.2: 0.001 to 1)"
     )
     image_size: int = _data(224, "side of the training crop")
     crop_ratio: float = _data(

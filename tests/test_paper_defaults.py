@@ -15,14 +15,14 @@ from transfer.config import (
 )
 
 PAPER = {
-    "temperature": 0.07,  # section 4.1: "tau = 0.07"
-    "num_negatives": 4096,  # section 4.1
-    "embedding_dim": 128,  # section 4.1
-    "epochs": 200,  # section 4.1
-    "batch_size": 256,  # section 4.1
-    "lr": 0.03,  # section 4.1
-    "lr_milestones": (120, 160),  # section 4.1: x0.1 every 40 epochs after the first 120
-    "momentum": 0.9,  # section 4.1
+    "temperature": 0.07,  # section 4.2: "tau = 0.07"
+    "num_negatives": 4096,  # section 4.2
+    "embedding_dim": 128,  # section 4.2
+    "epochs": 200,  # section 4.2
+    "batch_size": 256,  # section 4.2
+    "lr": 0.03,  # section 4.2
+    "lr_milestones": (120, 160),  # section 4.2: x0.1 every 40 epochs after the first 120
+    "momentum": 0.9,  # section 4.2
     "objective": "nce",  # section 3.2
     "bank_momentum": 0.0,  # section 3.1: a row is replaced
     "num_neighbors": 200,  # section 3.4

@@ -78,7 +78,7 @@ def _check_features(features: tuple[str, ...] | None) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnnConfig(TransferConfig):
-    """Weighted k-nearest-neighbour classification (paper, sections 3.4 and 4.1)."""
+    """Weighted k-nearest-neighbour classification (paper, sections 3.4 and 4.2)."""
 
     features: tuple[FeatureName, ...] | None = protocol_option(
         None,
@@ -118,7 +118,7 @@ class KnnConfig(TransferConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrieveConfig(TransferConfig):
-    """Nearest training images (paper, section 4.1, the retrieval figure)."""
+    """Nearest training images (paper, section 4.2, the retrieval figure)."""
 
     query: tuple[str, ...] = protocol_option(
         (),
@@ -243,7 +243,7 @@ class SemisupConfig(TransferConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig(TransferConfig):
-    """Linear SVMs on a frozen network (paper, section 4.1)."""
+    """Linear SVMs on a frozen network (paper, section 4.2)."""
 
     stage: tuple[StageName, ...] = protocol_option(
         ("conv1", "conv2", "conv3", "conv4", "conv5"),

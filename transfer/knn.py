@@ -8,7 +8,7 @@ from transfer.config import KnnConfig
 
 DESCRIPTION = """\
 Weighted k-nearest-neighbour classification, the paper's first question to a
-representation (sections 3.4 and 4.1): each of the k nearest training images
+representation (sections 3.4 and 4.2): each of the k nearest training images
 votes for its class with weight exp(cosine similarity / tau). Defaults are the
 paper's: the 128-d output recomputed for all training images, k 200, tau 0.07."""
 

@@ -1,4 +1,4 @@
-"""kNN accuracy of a network's features, several kinds side by side (paper, sections 3.4, 4.1)."""
+"""kNN accuracy of a network's features, several kinds side by side (paper, sections 3.4, 4.2)."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""python transfer/linear.py: linear SVMs on the frozen conv1..conv5 (section 4.1)."""
+"""python transfer/linear.py: linear SVMs on the frozen conv1..conv5 (section 4.2)."""
 
 import sys
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""run_linear(config): linear probes of a frozen network, all stages at once (section 4.1)."""
+"""run_linear(config): linear probes of a frozen network, all stages at once (section 4.2)."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""What linear probes look at: conv1..conv5 pooled to about 10K dimensions (section 4.1)."""
+"""What linear probes look at: conv1..conv5 pooled to about 10K dimensions (section 4.2)."""
 
 import dataclasses
 import functools

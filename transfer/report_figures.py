@@ -44,7 +44,7 @@ def _draw_loss_and_knn(lines: Sequence[tuple[str, TrainingRun]]) -> Draw:
 
 
 def consistency(runs: Sequence[TrainingRun], *, is_demo: bool) -> Drawing:
-    """Loss against kNN accuracy over epochs (paper, section 4.1)."""
+    """Loss against kNN accuracy over epochs (paper, section 4.2)."""
     fitting = [r for r in runs if r.points("epoch_loss") and len(r.points("knn_recomputed")) > 1]
     title = "Training loss and kNN accuracy over epochs"
     slug = "consistency" + "-demo" * is_demo

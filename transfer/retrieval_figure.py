@@ -1,4 +1,4 @@
-"""The retrieval figure as a PNG: queries at left, neighbours in rows (paper, section 4.1)."""
+"""The retrieval figure as a PNG: queries at left, neighbours in rows (paper, section 4.2)."""
 
 from pathlib import Path
 

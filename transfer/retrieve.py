@@ -8,7 +8,7 @@ from transfer.config import RetrieveConfig
 
 DESCRIPTION = """\
 Image retrieval. Without --query: the nearest training images of all validation
-images, and the paper's figure of the best and the worst cases (section 4.1) as
+images, and the paper's figure of the best and the worst cases (section 4.2) as
 an HTML page and a PNG. With --query: the images nearest to given ones in any
 folder of images, with their paths and cosine similarities."""
 

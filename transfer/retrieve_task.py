@@ -1,4 +1,4 @@
-"""Nearest images of validation images or of given files (paper, section 4.1, retrieval)."""
+"""Nearest images of validation images or of given files (paper, section 4.2, retrieval)."""
 
 import dataclasses
 import sys

@@ -1,4 +1,4 @@
-"""Which of the paper's networks a set of tensors is, told by names and shapes (section 4.1)."""
+"""Which of the paper's networks a set of tensors is, told by names and shapes (section 4.2)."""
 
 import dataclasses
 import re
