@@ -1,12 +1,15 @@
-"""What Slurm says: jobs in the queue, and the site's limits. No accounting is needed."""
+"""What Slurm says: jobs in the queue, their states, the site's limits. No accounting is needed."""
 
 import dataclasses
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterable
+from typing import Any
 
 from instdisc.cli import UserError
+from slurm.jobs import is_alive
 
 DEFAULT_MAX_ARRAY = 1001  # Slurm's own
 ACTIVE = frozenset(
@@ -67,3 +70,31 @@ def read_queue(job_ids: Iterable[str]) -> dict[str, Queued]:
         queue[job_id] = Queued(state, reason, elapsed, nodes)
     wanted = set(job_ids)
     return {job_id: queued for job_id, queued in queue.items() if job_id in wanted}
+
+
+def find_state(
+    status: dict[str, Any], submission: dict[str, Any], queued: Queued | None
+) -> tuple[str, str]:
+    """The state that people care about, and why.
+
+    The status file is the job's own word: one that has ended stays in the queue until its nodes are
+    free. Only the queue knows of jobs that could not speak, or that somebody has put back.
+    """
+    state, error = status["state"], str(status.get("error", ""))
+    if state in ("done", "failed") and (queued is None or queued.state != "PENDING"):
+        return state, error
+    if submission.get("cluster") != "slurm":
+        here = any(a.get("host") == socket.gethostname() for a in status["attempts"][-1:])
+        if state == "running" and here and not is_alive(str(submission.get("job_id"))):
+            return "stopped", "its process is gone"
+        return ("waiting" if state == "interrupted" else state), ""
+    if queued is None or queued.state not in ACTIVE:
+        if queued is not None and queued.state != "COMPLETED":
+            return "stopped", f"Slurm says {queued.state} ({queued.reason})"
+        return "stopped", "no longer in the queue"
+    if queued.state in ("RUNNING", "COMPLETING") and state != "waiting":
+        return "running", f"{queued.elapsed} on {queued.nodes}"
+    if queued.reason == "DependencyNeverSatisfied":
+        return "stopped", "a job that it waits for failed"
+    requeued = "again, " if status["attempts"] else ""
+    return "waiting", f"{requeued}{queued.reason}"

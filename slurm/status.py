@@ -5,7 +5,6 @@ Read from the jobs' folders, the runs' folders and squeue; accounting is not nee
 
 import dataclasses
 import json
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from typing import Any
 
 from instdisc.cli import UserError, option, run_command
 from instdisc.runs import read_jsonl
-from slurm.jobs import Job, is_alive, jobs_root, load_job, read_status, read_submission
-from slurm.queue_state import ACTIVE, Queued, read_queue
+from slurm.jobs import Job, jobs_root, load_job, read_status, read_submission
+from slurm.queue_state import find_state, read_queue
 
 ORDER = ("running", "waiting", "failed", "stopped", "done")
 EPILOG = """\
@@ -92,33 +91,6 @@ def describe_progress(found: dict[str, Any]) -> str:
     if "knn_recomputed" in found:
         parts.append(f"kNN {found['knn_recomputed']:.2f}%")
     return ", ".join(parts)
-
-
-def find_state(
-    status: dict[str, Any], submission: dict[str, Any], queued: Queued | None
-) -> tuple[str, str]:
-    """The state that people care about, and why.
-
-    The status file is the job's own word; only the queue knows of jobs that could not speak.
-    """
-    state, error = status["state"], str(status.get("error", ""))
-    if state in ("done", "failed"):
-        return state, error
-    if submission.get("cluster") != "slurm":
-        here = any(a.get("host") == socket.gethostname() for a in status["attempts"][-1:])
-        if state == "running" and here and not is_alive(str(submission.get("job_id"))):
-            return "stopped", "its process is gone"
-        return ("waiting" if state == "interrupted" else state), ""
-    if queued is None or queued.state not in ACTIVE:
-        if queued is not None and queued.state != "COMPLETED":
-            return "stopped", f"Slurm says {queued.state} ({queued.reason})"
-        return "stopped", "no longer in the queue"
-    if queued.state in ("RUNNING", "COMPLETING") and state != "waiting":
-        return "running", f"{queued.elapsed} on {queued.nodes}"
-    if queued.reason == "DependencyNeverSatisfied":
-        return "stopped", "a job that it waits for failed"
-    requeued = "again, " if status["attempts"] else ""
-    return "waiting", f"{requeued}{queued.reason}"
 
 
 def read_statuses(root: Path, words: Sequence[str] = ()) -> list[JobStatus]:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from instdisc.cli import Parser, UserError, build_parser, option, parse, run_command
 from slurm.arrays import plan_arrays
 from slurm.estimate import count_states, describe_cost, draw_tree
-from slurm.jobs import Job, jobs_root, read_submission, refuse_if_running_here
-from slurm.queue_state import ACTIVE, max_array_size, read_queue
+from slurm.jobs import Job, jobs_root, read_status, read_submission, refuse_if_running_here
+from slurm.queue_state import find_state, max_array_size, read_queue
 from slurm.resources import Resources, check_text, load_resources
 from slurm.sweeps import BUILDERS, StudyConfig, build_study
 from slurm.tasks import TASKS, check_arguments, find_task, run_folder
@@ -151,10 +151,14 @@ def find_states(jobs: Sequence[Job], root: Path) -> tuple[dict[str, str], dict[s
     submitted = {job.name: read_submission(job.folder(root)) for job in jobs}
     ids = {n: str(s["job_id"]) for n, s in submitted.items() if s.get("cluster") == "slurm"}
     queue = read_queue(ids.values()) if ids else {}
-    queued = {n: i for n, i in ids.items() if i in queue and queue[i].state in ACTIVE}
+    queued: dict[str, str] = {}
     states: dict[str, str] = {}
     for job in jobs:
         refuse_if_running_here(job, root)
+        if (job_id := ids.get(job.name)) in queue:
+            own, submission = read_status(job.folder(root)), submitted[job.name]
+            if find_state(own, submission, queue[job_id])[0] in ("running", "waiting"):
+                queued[job.name] = job_id
         parents_done = all(states.get(name, "done") == "done" for name in job.after)
         if job.name in queued:
             states[job.name] = "queued"

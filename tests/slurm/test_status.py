@@ -10,7 +10,7 @@ import pytest
 
 from slurm import status
 from slurm.jobs import Job, save_job, write_status, write_submission
-from slurm.queue_state import Queued
+from slurm.queue_state import Queued, find_state
 
 ATTEMPT = {"number": 0, "host": socket.gethostname(), "progress": 0}
 ON_SLURM = {"cluster": "slurm", "job_id": "7"}
@@ -36,7 +36,11 @@ def queued(state: str, reason: str = "None") -> Queued:
         ("interrupted", 1, None, "stopped", "no longer"),
         ("done", 1, None, "done", ""),
         ("done", 1, queued("COMPLETED"), "done", ""),
+        ("done", 1, queued("COMPLETING"), "done", ""),
+        ("done", 1, queued("PENDING", "BeginTime"), "waiting", "again, BeginTime"),
         ("failed", 1, queued("FAILED", "NonZeroExitCode"), "failed", "boom"),
+        ("failed", 1, queued("RUNNING"), "failed", "boom"),
+        ("failed", 1, queued("PENDING", "JobHeldAdmin"), "waiting", "again, JobHeldAdmin"),
         ("failed", 1, None, "failed", "boom"),
     ],
 )
@@ -44,7 +48,7 @@ def test_state_of_a_job_on_slurm(
     own: str, attempts: int, in_queue: Queued | None, state: str, reason: str
 ) -> None:
     told: dict[str, Any] = {"state": own, "attempts": [ATTEMPT] * attempts, "error": "boom"}
-    found = status.find_state(told, ON_SLURM, in_queue)
+    found = find_state(told, ON_SLURM, in_queue)
     assert found[0] == state
     assert reason in found[1]
 
@@ -53,11 +57,9 @@ def test_a_local_job_whose_process_is_gone_is_not_running() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     told = {"state": "running", "attempts": [ATTEMPT]}
-    assert (
-        status.find_state(told, {"cluster": "local", "job_id": str(gone.pid)}, None)[0] == "stopped"
-    )
+    assert find_state(told, {"cluster": "local", "job_id": str(gone.pid)}, None)[0] == "stopped"
     alive = {"cluster": "local", "job_id": str(os.getpid())}
-    assert status.find_state(told, alive, None)[0] == "running"
+    assert find_state(told, alive, None)[0] == "running"
 
 
 def write_run(run: Path, *rows: dict[str, float]) -> None:

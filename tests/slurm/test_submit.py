@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurm import submit
-from slurm.jobs import read_submission
+from slurm.jobs import read_submission, write_status
 
 HEAVY = ("torch", "torchvision", "timm", "detectron2", "numpy", "sklearn", "matplotlib")
 SBATCH = """\
@@ -217,6 +217,30 @@ def test_what_is_in_the_queue_is_not_submitted_twice(
     assert submit.main(command) == 0
     assert "4 jobs: 3 queued, 1 to run" in capsys.readouterr().out
     assert len(log.read_text().splitlines()) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("own", "in_queue", "said"),
+    [
+        ("done", "COMPLETING", "nothing to do: 1 job: 1 done"),
+        ("done", "RUNNING", "nothing to do: 1 job: 1 done"),  # its batch script has not ended yet
+        ("failed", "COMPLETING", "submitted 102"),
+        ("failed", "PENDING", "nothing to do: 1 job: 1 queued"),  # somebody has requeued it
+        ("running", "COMPLETING", "nothing to do: 1 job: 1 queued"),
+    ],
+)
+def test_a_job_that_is_leaving_the_queue_has_ended(
+    fake_slurm: Path, capsys: pytest.CaptureFixture[str], own: str, in_queue: str, said: str
+) -> None:
+    command = ["--name", "one", "pretrain", "--data", "demo"]
+    assert submit.main(command) == 0
+    folder = Path(os.environ["INSTDISC_RUNS"]) / "slurm" / "one"
+    write_status(folder, {"state": own, "attempts": [{"number": 0}]})
+    line = f"{read_submission(folder)['job_id']}|{in_queue}|None|0:12|n1"
+    write_program(fake_slurm / "bin", "squeue", f"#!/bin/sh\necho '{line}'\n")
+    capsys.readouterr()
+    assert submit.main(command) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_resources_can_differ_between_the_tasks_of_a_study(
