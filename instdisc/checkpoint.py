@@ -21,9 +21,9 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +58,20 @@ def previous_of(path: Path) -> Path:
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
+@contextlib.contextmanager
+def torch_file(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for torch.save that appears whole or not at all.
+
+    When an error passes through torch.save it closes its archive, fails in that, and complains of
+    the archive. What comes out here is the error: a full disk, a dead loader, an interrupt.
+    """
+    with atomic_file(path) as file:
+        try:
+            yield file
+        except RuntimeError as error:
+            raise (error.__cause__ or error.__context__ or error) from None
+
+
 def save_checkpoint(
     path: Path, schema: Schema, payload: Mapping[str, Any], *, keep_previous: bool = False
 ) -> None:
@@ -69,15 +83,8 @@ def save_checkpoint(
         payload: its content.
         keep_previous: the file that is there stays, as `previous_of(path)`.
     """
-    with atomic_file(path) as file:
-        try:
-            torch.save({"format": FORMAT.format(schema), **payload}, file)
-        except RuntimeError as error:
-            # torch wraps what the file raised; a full disk must stay recognisable.
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, OSError):
-                raise cause from None
-            raise
+    with torch_file(path) as file:
+        torch.save({"format": FORMAT.format(schema), **payload}, file)
         if keep_previous and path.exists():
             file.flush()
             os.fsync(file.fileno())  # a full disk is found out before the older one is given up

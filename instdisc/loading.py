@@ -1,6 +1,7 @@
 """How images reach the model: batches whose content and augmentation depend on no history."""
 
 import dataclasses
+import multiprocessing.util
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from instdisc.augmentation import RandomView
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.seed import generator, seeded
-from instdisc.signals import leave_signals_to_parent
+from instdisc.signals import kill_loaders, leave_signals_to_parent
 from instdisc.transforms import InputSpec, Transform
+
+# At exit, before Python itself ends the child processes that are left.
+multiprocessing.util.Finalize(None, kill_loaders, exitpriority=0)
 
 
 class Samples(Dataset[tuple[Tensor, int, str]]):
@@ -129,7 +133,6 @@ def build_loader(
         num_workers=workers,
         collate_fn=getattr(samples, "collate", None),
         pin_memory=pin_memory,
-        persistent_workers=workers > 0,
         prefetch_factor=4 if workers else None,
         worker_init_fn=leave_signals_to_parent,
     )

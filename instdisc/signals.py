@@ -1,5 +1,6 @@
 """Stopping between two steps, so that a preempted job loses seconds. Imports no torch."""
 
+import multiprocessing
 import signal
 from pathlib import Path
 from types import FrameType
@@ -48,3 +49,14 @@ def leave_signals_to_parent(worker: int = 0) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def kill_loaders() -> None:
+    """Ends the loader processes that are left when the training process exits: after an error.
+
+    Python would send them SIGTERM, to which they are deaf, and then wait for them forever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would complain of their end
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

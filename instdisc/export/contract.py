@@ -1,8 +1,7 @@
 """What the converters share: the network to convert, and what a library made of its file."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from instdisc.backbones import Backbone, Embedding, restore_backbone
 from instdisc.checkpoint import load_checkpoint, weights_hash
 from instdisc.cli import UserError
-from instdisc.runs import atomic_file
 from instdisc.transforms import InputSpec
 
 # The linear layers that transfer with AlexNet and VGG16, and the ReLU behind each.
@@ -141,16 +139,3 @@ def build_unset(build: Callable[[], nn.Module]) -> nn.Module:
     for tensor in model.state_dict().values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     return model.eval()
-
-
-@contextlib.contextmanager
-def torch_file(path: Path) -> Iterator[Any]:
-    """Opens a file for torch.save, so that a full disk stays recognisable as such."""
-    with atomic_file(path) as file:
-        try:
-            yield file
-        except RuntimeError as error:
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, OSError):
-                raise cause from None
-            raise

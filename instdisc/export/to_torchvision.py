@@ -14,6 +14,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from instdisc.checkpoint import torch_file
 from instdisc.export.contract import (
     FC_TAPS,
     Loaded,
@@ -22,7 +23,6 @@ from instdisc.export.contract import (
     normalize,
     record_outputs,
     require_imagenet_stem,
-    torch_file,
 )
 from instdisc.export.fold import fold_trunk
 

@@ -153,8 +153,9 @@ def test_pretraining_goes_on_after_a_loader_was_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("moment", ["after a save", "during a save"])
 def test_semisup_goes_on_after_a_loader_was_killed(
-    tmp_path: Path, image_tree: Path, repo: Path
+    tmp_path: Path, image_tree: Path, repo: Path, moment: str
 ) -> None:
     with seeded(0, "backbone"):
         model = Embedding(build_backbone("resnet18"), 8)
@@ -166,10 +167,13 @@ def test_semisup_goes_on_after_a_loader_was_killed(
     )
     argv = [*SEMISUP, f"--weights={weights}"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    kill_a_loader(
-        [str(repo / "transfer" / "semisup.py"), *argv, f"--output={killed}", "--save-minutes=0"],
-        lambda: any(killed.glob("*/last.pt")),
-    )
+
+    def begun() -> bool:
+        saving = moment == "after a save" or any(killed.glob("*/.last.pt.*.tmp"))
+        return saving and any(killed.glob("*/last.pt"))
+
+    command = [str(repo / "transfer" / "semisup.py"), *argv, f"--output={killed}"]
+    kill_a_loader([*command, "--save-minutes=0"], begun)
     (last,) = killed.glob("*/last.pt")
     assert load_checkpoint(last, "train")["step"] < 24
     assert semisup_main([*argv, f"--output={killed}", "--workers=0"]) == 0

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,3 +55,29 @@ def test_loader_processes_outlive_signals_to_the_whole_job(number: int) -> None:
     assert worker != os.getpid()
     os.kill(worker, number)
     assert [batch[0] for batch in batches] == [worker] * 39
+
+
+CRASH = """
+from instdisc.loading import build_loader
+
+class Numbers:
+    collate = staticmethod(list)
+
+    def __getitem__(self, index):
+        return 1 // index
+
+batches = iter(build_loader(Numbers(), [[3], [2], [{last}], *[[1]] * 40], workers=2))
+next(batches), next(batches)
+{bug}
+"""
+
+
+@pytest.mark.parametrize(("last", "bug"), [(1, "1 / 0"), (0, "next(batches)")])
+def test_an_error_ends_the_loader_processes_too(last: int, bug: str) -> None:
+    """In the training process or in a loader; its traceback keeps the loader's iterator alive."""
+    program = CRASH.format(last=last, bug=bug)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.rstrip().splitlines()[-1].startswith("ZeroDivisionError")

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
-from instdisc.checkpoint import DamagedFile, load_file, set_aside
+from instdisc.checkpoint import DamagedFile, load_file, set_aside, torch_file
 from instdisc.cli import UserError
-from instdisc.export.contract import torch_file
 from instdisc.runs import write_text
 
 KEPT = 2
