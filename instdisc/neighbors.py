@@ -5,25 +5,24 @@ answer is the same, bit for bit, under every memory budget, number of threads an
 bank (`instdisc.exact_similarity` says how). No state is kept between calls.
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from instdisc.cli import UserError
 from instdisc.exact_similarity import KEY_ROWS, from_keys, longest_row, to_keys
-from instdisc.neighbor_search import GroupSearch, plan_search
+from instdisc.neighbor_search import Everywhere, plan_search, search_group
 
 DEFAULT_BUDGET_BYTES = 192 << 20
-# What a thread of its own is worth having for: bank rows, and memory to search them with.
-SHARD_ROWS, SHARD_BYTES = 32768, 32 << 20
-# Queries whose neighbours from all shards are merged at once.
-MERGE_QUERIES = 256
+# What a thread of its own is worth having for: bank rows, and memory besides 1 KB a neighbour.
+THREAD_ROWS, THREAD_BYTES = 4096, 32 << 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@torch.no_grad()
 def top_k(
     queries: Tensor,
     bank: Tensor,
@@ -34,7 +33,7 @@ def top_k(
 ) -> tuple[Tensor, Tensor]:
     """Find the nearest bank rows of each query by dot product, exactly.
 
-    A long bank on a CPU is cut into shards that threads search side by side: every step of a search
+    A long bank on a CPU is searched by threads that draw chunk after chunk: every step of a search
     is short, and threads that shared each step would mostly wait for one another. Meanwhile torch's
     number of threads is set lower, for the whole process.
 
@@ -49,65 +48,67 @@ def top_k(
         Similarities (Q, k) float32, falling, and indices (Q, k) int64, rising among equals.
     """
     _check_search(queries, bank, num_neighbors, offset)
-    num_threads = torch.get_num_threads() if bank.device.type == "cpu" else 1
-    # Of a batch: similarities, indices and keys, from a shard and merged.
-    merging = 64 * MERGE_QUERIES * num_neighbors
-    num_shards = min(
-        num_threads,
-        len(bank) // max(SHARD_ROWS, num_neighbors),
-        budget_bytes // (SHARD_BYTES + merging),
-    )
-    if num_shards < 2:
-        return _search(queries, bank, num_neighbors, budget_bytes, offset)
-    share = budget_bytes // num_shards - merging
-    edges = [len(bank) * shard // num_shards for shard in range(num_shards + 1)]
-    found = []
-    torch.set_num_threads(num_threads // num_shards)
-    try:
-        with ThreadPoolExecutor(num_shards) as pool:
-            for batch in queries.split(MERGE_QUERIES):
-                shards = [
-                    pool.submit(
-                        _search, batch, bank[start:stop], num_neighbors, share, offset + start
-                    )
-                    for start, stop in itertools.pairwise(edges)
-                ]
-                parts = [shard.result() for shard in shards]
-                found.append(merge_top_k(parts, num_neighbors=num_neighbors))
-    finally:
-        torch.set_num_threads(num_threads)
-    similarities, indices = (torch.cat(part) for part in zip(*found, strict=True))
-    return similarities, indices
-
-
-@torch.no_grad()  # of the thread that it runs in
-def _search(
-    queries: Tensor, bank: Tensor, num_neighbors: int, budget_bytes: int, offset: int
-) -> tuple[Tensor, Tensor]:
-    """Do the work of `top_k` on one bank."""
-    plan = plan_search(queries, bank, num_neighbors=num_neighbors, budget_bytes=budget_bytes)
     similarities = queries.new_empty(len(queries), num_neighbors, dtype=torch.float32)
     indices = torch.empty_like(similarities, dtype=torch.int64)
     if not len(queries):
         return similarities, indices
-    longest = longest_row(bank, plan.num_rows)
-    # False for NaN too.
-    if not longest_row(queries, plan.num_rows) * longest < 2.0**100:
-        raise UserError(
-            "features hold NaN, infinite or huge values: normalize or extract them anew"
-        )
-    pending = torch.arange(len(queries), device=queries.device)
-    # A guess at the k-th best saves work; the rare query that it was too high for goes again.
-    for guess in (True, False):
-        missed = []
-        for part in pending.split(plan.num_queries):
-            search = GroupSearch(queries[part].float(), bank, num_neighbors, plan, longest)
-            similarities[part], indices[part], complete = search.run(guess=guess)
-            missed.append(part[~complete])
-        pending = torch.cat(missed)
-        if not len(pending):
-            break
+    num_threads = torch.get_num_threads() if bank.device.type == "cpu" else 1
+    worth_it = min(
+        len(bank) // THREAD_ROWS, budget_bytes // (THREAD_BYTES + 1024 * num_neighbors), num_threads
+    )
+    num_searches = max(1, worth_it)
+    plan = plan_search(
+        queries, bank, num_neighbors=num_neighbors, budget_bytes=budget_bytes // num_searches
+    )
+    with _threads(num_searches) as everywhere:
+        parts = bank.chunk(8 * num_searches)
+        lengths = everywhere(lambda part: longest_row(part, plan.num_rows), parts)
+        longest = float(torch.tensor(lengths).amax())  # NaN if one is
+        # False for NaN too.
+        if not longest_row(queries, plan.num_rows) * longest < 2.0**100:
+            raise UserError(
+                "features hold NaN, infinite or huge values: normalize or extract them anew"
+            )
+        pending = torch.arange(len(queries), device=queries.device)
+        # A guess at the k-th best saves work; the rare query that it was too high for goes again.
+        for guess in (True, False):
+            missed = []
+            for part in pending.split(plan.num_queries):
+                similarities[part], indices[part], proven = search_group(
+                    queries[part].float(),
+                    bank,
+                    everywhere,
+                    num_neighbors=num_neighbors,
+                    num_searches=num_searches,
+                    plan=plan,
+                    longest=longest,
+                    guess=guess,
+                )
+                missed.append(part[~proven])
+            pending = torch.cat(missed)
+            if not len(pending):
+                break
     return similarities, indices.add_(offset)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[Everywhere]:
+    """Yield what runs calls in so many threads, torch's threads shared out among them."""
+    if count == 1:
+        yield lambda function, arguments: list(map(function, arguments))
+        return
+    num_threads = torch.get_num_threads()
+
+    def prepare() -> None:
+        # Both hold for the thread that says so; MKL asks the thread that calls it.
+        torch.set_num_threads(num_threads // count)
+        torch.set_grad_enabled(False)
+
+    try:
+        with ThreadPoolExecutor(count, initializer=prepare) as pool:
+            yield lambda function, arguments: list(pool.map(function, arguments))
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def merge_top_k(

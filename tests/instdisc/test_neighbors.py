@@ -1,7 +1,7 @@
 import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
-from instdisc import neighbor_search
 from instdisc.cli import UserError
 from instdisc.exact_similarity import from_keys, num_bits, slack_of, to_fixed_point, to_keys
-from instdisc.neighbor_search import BLOCK, SearchPlan, plan_search
+from instdisc.neighbor_search import plan_search, search_group
 from instdisc.neighbors import (
-    MERGE_QUERIES,
-    SHARD_ROWS,
+    THREAD_ROWS,
     _add_votes,
     classify,
     merge_top_k,
@@ -28,7 +26,9 @@ from instdisc.neighbors import (
     top_k,
     vote,
 )
+from instdisc.shortlist import BLOCK, GroupSearch, SearchPlan
 
+TASKS = Path("/proc/self/task")
 BUDGETS = (1 << 18, 3 << 17, 1 << 19, 1 << 20, 3 << 20, 128 << 20)
 
 
@@ -102,6 +102,29 @@ def test_keys_order_by_similarity_then_index() -> None:
     assert torch.equal(values, similarities.sort(dim=1, descending=True).values)
 
 
+@pytest.mark.parametrize("k", [1, 20, 200])
+@pytest.mark.parametrize("num_rows", [1000, 6000, 40_000])
+def test_a_little_more_than_k_rows_reach_the_guess(
+    num_rows: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, bank = unit_rows(50, 16, seed=3), unit_rows(num_rows, 16)
+    guesses: list[Tensor] = []
+    start_from = GroupSearch.start_from
+
+    def spy(self: GroupSearch, guess: Tensor) -> None:
+        guesses.append(guess)
+        start_from(self, guess)
+
+    monkeypatch.setattr(GroupSearch, "start_from", spy)
+    found = top_k(queries, bank, num_neighbors=k)
+    whole = top_k(queries, bank, num_neighbors=num_rows)  # too many to guess
+    assert_same(found, (whole[0][:, :k], whole[1][:, :k]))
+    assert len(guesses) == 1
+    reach = (whole[0] >= guesses[0]).sum(1)
+    assert (reach >= k).all()
+    assert reach.float().mean() < 4 * k + 100
+
+
 @pytest.mark.parametrize(("num_rows", "k"), [(1500, 1), (2003, 20), (300, 300), (4000, 100)])
 def test_same_answer_under_every_budget(num_rows: int, k: int) -> None:
     queries, bank = unit_rows(11, 24, seed=3), unit_rows(num_rows, 24)
@@ -146,25 +169,6 @@ def test_hard_orders_of_the_bank(order: str) -> None:
         assert (indices == torch.arange(50)).all()
 
 
-def test_a_wrong_guess_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, bank = unit_rows(6, 8, seed=1), unit_rows(20_480, 8)
-    # Fifteen rows are far nearer than all others, and the sample of every 16th row has them all.
-    bank[: 15 * 16 : 16] = queries[0]
-    want = top_k(queries, bank, num_neighbors=len(bank))  # too many to guess
-    want = want[0][:, :20], want[1][:, :20]
-    runs: list[bool] = []
-    run = neighbor_search.GroupSearch.run
-
-    def spy(self: neighbor_search.GroupSearch, *, guess: bool) -> tuple[Tensor, Tensor, Tensor]:
-        runs.append(guess)
-        return run(self, guess=guess)
-
-    monkeypatch.setattr(neighbor_search.GroupSearch, "run", spy)
-    got = top_k(queries, bank, num_neighbors=20)
-    assert runs == [True, False]
-    assert_same(got, want)
-
-
 @pytest.mark.parametrize("cuts", [[700], [1, 1500], [500, 1001]])
 def test_merged_shards_equal_the_whole(cuts: list[int]) -> None:
     queries, bank = unit_rows(9, 20, seed=2), unit_rows(2000, 20)
@@ -200,44 +204,99 @@ def two_threads() -> Iterator[None]:
     assert after == 2
 
 
+def in_one_thread(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    torch.set_num_threads(1)
+    found = top_k(*args, **options)
+    torch.set_num_threads(2)
+    return found
+
+
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("k", [1, 300])
 def test_a_long_bank_is_searched_by_all_threads_to_the_same_bits(k: int) -> None:
-    num_rows = 2 * SHARD_ROWS + 7
-    queries, bank = unit_rows(MERGE_QUERIES + 3, 8, seed=1).requires_grad_(), unit_rows(num_rows, 8)
-    bank[-300:] = bank[:300]  # ties across shards
+    queries, bank = unit_rows(259, 8, seed=1).requires_grad_(), unit_rows(2 * THREAD_ROWS + 7, 8)
+    bank[-300:] = bank[:300]  # ties far apart
     got = top_k(queries, bank, num_neighbors=k, offset=5)
     assert not got[0].requires_grad
-    torch.set_num_threads(1)
-    want = top_k(queries, bank, num_neighbors=k, offset=5)
-    torch.set_num_threads(2)
+    assert_same(got, in_one_thread(queries, bank, num_neighbors=k, offset=5))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("where", ["first", "last", "middle, tied"])
+@pytest.mark.parametrize("k", [20, 3 * THREAD_ROWS // 2])
+def test_neighbours_may_lie_together(where: str, k: int) -> None:
+    queries, bank = unit_rows(3, 8, seed=1), unit_rows(2 * THREAD_ROWS, 8)
+    bank = bank[(bank @ queries[0]).argsort(descending=where == "first")]
+    if where == "middle, tied":
+        bank[THREAD_ROWS - 5000 : THREAD_ROWS + 5000] = queries[0]
+    got = top_k(queries, bank, num_neighbors=k)
+    assert_same(got, in_one_thread(queries, bank, num_neighbors=k))
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("search", [top_k, in_one_thread])
+def test_a_wrong_guess_is_searched_again(
+    search: Callable[..., tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, bank = unit_rows(6, 8, seed=1), unit_rows(20_480, 8)
+    # Fifteen rows are far nearer than all others, and the sample of every 16th row has them all.
+    bank[: 15 * 16 : 16] = queries[0]
+    want = top_k(queries, bank, num_neighbors=len(bank))  # too many to guess
+    want = want[0][:, :20], want[1][:, :20]
+    runs: list[bool] = []
+
+    def spy(*args: Any, guess: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        runs.append(guess)
+        return search_group(*args, guess=guess, **options)
+
+    monkeypatch.setattr("instdisc.neighbors.search_group", spy)
+    got = search(queries, bank, num_neighbors=20)
+    assert runs == [True, False]
     assert_same(got, want)
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_an_error_in_one_thread_is_the_error_of_the_search() -> None:
-    bank = unit_rows(2 * SHARD_ROWS, 4)
+    bank = unit_rows(2 * THREAD_ROWS, 4)
     bank[-1, 0] = torch.nan
     with pytest.raises(UserError, match="NaN"):
         top_k(unit_rows(3, 4), bank, num_neighbors=2)
 
 
 @pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(not TASKS.is_dir(), reason="counts threads in /proc, which only Linux has")
+def test_threads_of_a_search_start_no_threads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, bank = unit_rows(256, 128, seed=1), unit_rows(2 * THREAD_ROWS, 128)
+    queries @ bank[:4096].T  # starts the threads of this one
+    before = len(list(TASKS.iterdir()))
+    counts: list[int] = []
+    scan = GroupSearch.scan
+
+    def spy(self: GroupSearch, chunks: Iterable[range]) -> None:
+        scan(self, chunks)
+        counts.append(len(list(TASKS.iterdir())))
+
+    monkeypatch.setattr(GroupSearch, "scan", spy)
+    top_k(queries, bank, num_neighbors=20)
+    assert len(counts) == 2
+    assert max(counts) <= before + 2
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_threads_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[int] = []
+    plans: list[tuple[int, int]] = []
 
-    def spy(*args: Any, **options: Any) -> SearchPlan:
-        made = plan_search(*args, **options)
-        plans.append(made.num_bytes)
-        return made
+    def spy(*args: Any, num_searches: int, plan: SearchPlan, **options: Any) -> Any:
+        plans.append((num_searches, plan.num_bytes))
+        return search_group(*args, num_searches=num_searches, plan=plan, **options)
 
-    monkeypatch.setattr("instdisc.neighbors.plan_search", spy)
-    queries, bank = unit_rows(MERGE_QUERIES, 8, seed=1), unit_rows(2 * SHARD_ROWS, 8)
-    for budget, num_shards in ((1 << 20, 1), (128 << 20, 2)):
+    monkeypatch.setattr("instdisc.neighbors.search_group", spy)
+    queries, bank = unit_rows(8, 8, seed=1), unit_rows(2 * THREAD_ROWS, 8)
+    for budget, k, want in ((1 << 20, 20, 1), (72 << 20, 20, 2), (72 << 20, len(bank), 1)):
         plans.clear()
-        top_k(queries, bank, num_neighbors=20, budget_bytes=budget)
-        assert len(plans) == num_shards
-        assert sum(plans) <= budget
+        top_k(queries, bank, num_neighbors=k, budget_bytes=budget)
+        assert {num_searches for num_searches, _ in plans} == {want}
+        assert max(num_bytes for _, num_bytes in plans) * want <= budget
 
 
 def peak_bytes(trace: Path) -> int:
@@ -377,7 +436,7 @@ def test_equal_weights_rank_by_class_index() -> None:
 def test_no_queries_give_empty_answers() -> None:
     similarities, indices = top_k(torch.empty(0, 4), unit_rows(9, 4), num_neighbors=3)
     assert similarities.shape == indices.shape == (0, 3)
-    similarities, indices = top_k(torch.empty(0, 4), unit_rows(2 * SHARD_ROWS, 4), num_neighbors=3)
+    similarities, indices = top_k(torch.empty(0, 4), unit_rows(2 * THREAD_ROWS, 4), num_neighbors=3)
     assert similarities.shape == indices.shape == (0, 3)
     labels = torch.zeros(9, dtype=torch.int64)
     assert classify(torch.empty(0, 4), unit_rows(9, 4), labels, num_classes=2, num_neighbors=3)[
