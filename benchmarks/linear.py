@@ -2,7 +2,7 @@
 
 python benchmarks/linear.py --data DIR [--weights NAME] [--size 224] [--num-images 2000]
 
-Prints, and writes to runs/benchmarks/linear.json, the time of
+Prints and writes as JSON the time of
     one pass of the frozen network over the images (pooled output only, nothing kept),
     all of the probes with stored features (pass, pooling, storing, choosing C, training), and
     the same streamed, per pass,
@@ -24,7 +24,7 @@ import torch
 
 from instdisc import dist
 from instdisc.features import extract_features
-from instdisc.runs import provenance, runs_root, write_json
+from instdisc.runs import provenance, write_json
 from instdisc.subsets import choose_labeled
 from transfer.config import LinearConfig
 from transfer.linear_task import LinearProbing
@@ -51,12 +51,12 @@ class Stopwatch(LinearProbing):
         }
 
 
-def open_probing(args: argparse.Namespace, folder: Path, **changes: Any) -> Stopwatch:
+def open_probing(args: argparse.Namespace, output: Path, **changes: Any) -> Stopwatch:
     """The probes of the command's defaults, on a part of the images."""
     config = LinearConfig(
         weights=args.weights,
         data=args.data,
-        output=folder / "run",
+        output=output,
         workers=args.workers,
         device=args.device,
         **changes,
@@ -74,7 +74,7 @@ def open_probing(args: argparse.Namespace, folder: Path, **changes: Any) -> Stop
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds of every way, and their ratios."""
-    probing = open_probing(args, folder)
+    probing = open_probing(args, folder / "stored")
     started, cpu_started = time.perf_counter(), time.process_time()
     extract_features(
         probing.task.weights.backbone,
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "cpu_seconds": time.process_time() - cpu_started,
     }
     rows = probing.run()
-    streaming = open_probing(args, folder, cache="off", epochs=1)
+    streaming = open_probing(args, folder / "streamed", cache="off", epochs=1)
     streaming.run()
     cost = {"one_pass": once, "stored": probing.cost, "streamed": streaming.cost}
     return {
@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="200 images of 64 pixels")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/linear.json"))
     args = parser.parse_args()
     if args.quick:
         args.num_images, args.size = args.num_images or 200, args.size or 64
@@ -124,19 +125,18 @@ def main() -> None:
         args.data = str(Path(args.data).resolve())
     if Path(args.weights).exists():
         args.weights = str(Path(args.weights).resolve())
-    target = runs_root().resolve() / "benchmarks" / "linear.json"
     with tempfile.TemporaryDirectory() as folder:
         os.environ["INSTDISC_RUNS"] = folder
         report = run(args, Path(folder))
     dist.close()
-    write_json(target, report)
+    write_json(args.output, report)
     print(f"{report['num_images']} images of {report['size']} pixels, {report['weights']}")
     print(f"{'':<10}{'seconds':>9}{'ratio':>7}{'processor seconds':>20}{'ratio':>7}")
     for name, cost in report["cost"].items():
         ratio = report["ratio"][name]
         clock = f"{cost['seconds']:>9.1f}{ratio['seconds']:>7.2f}"
         print(f"{name:<10}{clock}{cost['cpu_seconds']:>20.1f}{ratio['cpu_seconds']:>7.2f}")
-    print(f"written to {target}")
+    print(f"written to {args.output}")
 
 
 if __name__ == "__main__":

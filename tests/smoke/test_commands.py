@@ -104,3 +104,14 @@ def test_the_other_detectors_run_the_same_way(
     said = run(home, repo, f"python transfer/detect.py --cfg {config} {flags}")
     assert f"tensors of {arch} arrived" in said
     assert "(demo)" in said
+
+
+BENCHMARKS = sorted((Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", BENCHMARKS, ids=lambda script: script.stem)
+def test_every_benchmark_measures_and_writes(tmp_path: Path, repo: Path, script: Path) -> None:
+    said = run(tmp_path, repo, f"python benchmarks/{script.name} --quick --output found.json")
+    assert "written to found.json" in said
+    assert "ratio" in said or "%" in said
+    assert json.loads((tmp_path / "found.json").read_text())["provenance"]
