@@ -86,10 +86,11 @@ def _strip_optional(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return " ".join(str(v) for v in value) or "none"
-    return "none" if value is None else str(value)
+def _describe(help: str, default: Any) -> str:
+    """The help of a flag; where nothing is the default, the text itself says what that means."""
+    values = default if isinstance(default, tuple | list) else [default]
+    shown = " ".join(str(value) for value in values if value is not None)
+    return (f"{help} (default: {shown})" if shown else help).replace("%", "%%")
 
 
 def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
@@ -97,7 +98,7 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
     meta = field.metadata
     flags = [*meta["aliases"], "--" + field.name.replace("_", "-")]
     flags.sort(key=lambda flag: flag.startswith("--"))  # -a before --arch
-    shown = f"{meta['help']} (default: {_describe(field.default)})".replace("%", "%%")
+    shown = _describe(meta["help"], field.default)
     kwargs: dict[str, Any] = {"dest": field.name, "help": shown, "default": argparse.SUPPRESS}
     if meta["positional"]:
         del kwargs["dest"]

@@ -82,7 +82,8 @@ class PretrainConfig:
     data: str | None = _data(
         None,
         "ImageFolder tree (<data>/train/<class>/<image>, and val/ for the kNN monitor), "
-        "or the folder of CIFAR's or Fashion-MNIST's official files; else $INSTDISC_DATA",
+        "or the folder of CIFAR's or Fashion-MNIST's official files; else $INSTDISC_DATA; else "
+        "the embedded images",
         metavar="DIR",
         volatile=True,
     )

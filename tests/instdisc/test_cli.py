@@ -123,8 +123,10 @@ def test_bugs_keep_their_traceback() -> None:
 def test_help_shows_default_reason_and_percent_signs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("--help")
-    text = capsys.readouterr().out
-    assert "100% is 1.0 (default: 0.5)" in " ".join(text.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "100% is 1.0 (default: 0.5)" in text
+    assert "when (default: 1 2)" in text
+    assert "folder --files" in text  # nothing is the default, and the text says what that means
     assert "--no-loud" in text
     assert "-s {small,large}" in text
 

@@ -67,7 +67,7 @@ class DetectConfig:
     device: Literal["auto", "cpu", "cuda"] = run_option("auto", "where to compute")
     pictures: int = run_option(8, "how many test images to draw with their detections")
     output: Path | None = run_option(
-        None, "run folder (default: runs/detect/CONFIG-INIT)", metavar="DIR"
+        None, "run folder; runs/detect/CONFIG-INIT if not given", metavar="DIR"
     )
     opts: tuple[str, ...] = protocol_option(
         (),
