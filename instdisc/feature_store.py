@@ -108,7 +108,7 @@ class FeatureStore:
         process: this process; all processes must see the same runs folder.
         batch_size: images per forward pass.
         workers: loader processes.
-        precision: half takes 2 bytes a value, and changes a similarity by about 1e-4.
+        precision: half takes 2 bytes a value, and moves a similarity by up to 1e-3.
         skip_bad: go on without unreadable images, instead of refusing.
         root: where entries lie; `features` in the runs folder if not given.
     """
@@ -121,7 +121,7 @@ class FeatureStore:
         *,
         batch_size: int = 256,
         workers: int = 0,
-        precision: Precision = "half",
+        precision: Precision = "float32",
         skip_bad: bool = False,
         root: Path | None = None,
     ) -> None:

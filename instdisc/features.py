@@ -48,6 +48,12 @@ def default_features(weights: Weights) -> str:
     return "embedding" if weights.embedding is not None else "backbone"
 
 
+def describe_network(weights: Weights) -> str:
+    """Which network it is: some share all tensors and yet compute different things."""
+    backbone: Any = weights.backbone
+    return f"{backbone.arch} {getattr(backbone, 'stem', '')}".strip()
+
+
 def build_extractor(weights: Weights, name: str) -> Extractor:
     """The features of that name: the embedding, the backbone's output, or a stage, averaged.
 
@@ -55,8 +61,7 @@ def build_extractor(weights: Weights, name: str) -> Extractor:
     are then the averaged maps that those layers would see.
     """
     backbone: Any = weights.backbone
-    # Networks of different names may share their tensors and yet compute different things.
-    network = f"{backbone.arch} {getattr(backbone, 'stem', '')}".strip()
+    network = describe_network(weights)
     if name == "embedding":
         if weights.embedding is None:
             raise UserError(f"{weights.name} has no projection: use --features backbone")
@@ -101,7 +106,9 @@ def iterate_features(
     # Starting a worker takes longer than a few batches.
     loader = build_loader(samples, plan, min(workers, len(plan) // 2), pin_memory=on_gpu)
     for pixels, indices, errors in progress(loader, title=title, enabled=process.is_main):
-        rows = model(pixels.to(process.device, non_blocking=True))
+        # The layout that convolutions are fastest in.
+        pixels = pixels.to(process.device, memory_format=torch.channels_last, non_blocking=True)
+        rows = model(pixels)
         yield indices, rows.float().cpu(), list(errors)
 
 

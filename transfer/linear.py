@@ -19,7 +19,7 @@ examples:
   python transfer/linear.py --weights timm:resnet50.a1_in1k --data /data/imagenet
   python transfer/linear.py --data /data/places205 --cache off    no features on disk
   python transfer/linear.py --solver liblinear --stage conv5      scikit-learn's LinearSVC
-Features are stored in runs/features, in half precision, and used again."""
+Features are stored in runs/features and used again."""
 
 
 def execute(config: LinearConfig) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from instdisc.backbones import STAGES
 from instdisc.cli import UserError
-from instdisc.features import Extractor, build_extractor
+from instdisc.features import Extractor, build_extractor, describe_network
 from instdisc.weights import Weights
 
 POOLED_DIM = 10_000
@@ -124,7 +124,7 @@ def pooled_extractor(features: StageFeatures, precision: str) -> Extractor:
     names = "+".join(features.stages)
     return PooledExtractor(
         name=names,
-        what=f"{names} pooled to {POOLED_DIM}",
+        what=f"{describe_network(features.weights)}: {names} pooled to {POOLED_DIM}",
         function=lambda images: torch.cat(list(features(images).values()), dim=1),
         largest=LARGEST_HALF if precision == "half" else math.inf,
     )

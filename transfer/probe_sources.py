@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from instdisc.backbones import STAGES
 from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import broadcast_flag
@@ -17,10 +18,15 @@ from instdisc.loading import Samples
 from instdisc.run_log import LOGGER
 from instdisc.runs import runs_root
 from instdisc.transforms import eval_transform, finetune_transform
-from transfer.config import LinearConfig
+from transfer.config import LinearConfig, Precision
 from transfer.linear_svm import Probes, ProbesOn
 from transfer.pooled import StageFeatures, pooled_extractor
 from transfer.task import Task
+
+
+def choose_precision(config: LinearConfig) -> Precision:
+    """What was asked for; else half for feature maps, which are large, and what kNN has stored."""
+    return config.precision or ("half" if set(config.stage) & set(STAGES) else "float32")
 
 
 class Source(Protocol):
@@ -58,14 +64,14 @@ class StoredSource:
 
     def __init__(self, task: Task, config: LinearConfig, features: StageFeatures) -> None:
         self.features = features
-        self.extractor = pooled_extractor(features, config.precision)
+        self.extractor = pooled_extractor(features, choose_precision(config))
         self.store = FeatureStore(
             task.weights_hash,
             task.weights.spec,
             task.process,
             batch_size=config.batch_size,
             workers=config.workers,
-            precision=config.precision,
+            precision=choose_precision(config),
             skip_bad=config.skip_bad_images,
         )
         self.tables: dict[str, tuple[Tensor, np.ndarray]] = {}
@@ -138,7 +144,7 @@ def build_source(
 ) -> StoredSource | StreamedSource:
     """Stored features where they are wanted and there is room for them."""
     width = sum(features.widths.values())
-    size = num_images * width * (2 if config.precision == "half" else 4) / 1e9
+    size = num_images * width * (2 if choose_precision(config) == "half" else 4) / 1e9
     if config.augment or config.cache == "off":
         return StreamedSource(task, config, features)
     root = runs_root()

@@ -119,6 +119,11 @@ def test_row_says_what_was_measured(tiny_network: Path, image_tree: Path) -> Non
     assert main(["--k", "3", "-b", "2", *CPU]) == 0
     again = read_results()[-1]
     assert again.config_hash == row.config_hash
+    # Rounded features are another one.
+    assert main(["--k", "3", "--precision", "half", *CPU]) == 0
+    half = read_results()[-1]
+    assert (details["precision"], half.details["precision"]) == ("float32", "half")
+    assert half.config_hash != row.config_hash
 
 
 def test_paper_k_is_lowered_where_images_are_few_but_a_given_k_is_not(

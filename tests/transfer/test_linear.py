@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.backbones import backbone_payload, build_backbone
+from instdisc.backbones import STAGES, backbone_payload, build_backbone
 from instdisc.checkpoint import load_file, save_checkpoint
 from instdisc.cli import Interrupted, from_dict
 from instdisc.data import ImageSet
 from instdisc.results import Result, read_results
 from instdisc.transforms import InputSpec
 from transfer.config import LinearConfig
+from transfer.knn import main as knn
 from transfer.linear import main
 from transfer.linear_task import default_epochs, run_linear
 from transfer.pooled import NotFrozenError, StageFeatures
@@ -95,6 +96,15 @@ def test_streaming_gives_what_stored_features_give(tiny_network: Path, tmp_path:
 def _last_metrics(output: Path) -> list[str]:
     (file,) = output.glob("sgd-*/metrics.jsonl")
     return file.read_text().splitlines()[-1:]
+
+
+def test_a_probe_of_the_embedding_finds_what_knn_has_stored(
+    tiny_network: Path, tmp_path: Path
+) -> None:
+    assert knn(["--k", "3", "-j", "0", "--device", "cpu"]) == 0
+    run_linear(config(tmp_path / "run", stage=["embedding"], precision=None))
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("from the store") == 2
 
 
 def test_too_little_room_streams(tiny_network: Path, tmp_path: Path) -> None:
@@ -245,7 +255,7 @@ def test_one_pass_is_enough_for_imagenet() -> None:
 
 
 @pytest.mark.slow
-def test_sgd_is_within_a_point_of_liblinear_on_real_data(shared_data: Path, tmp_path: Path) -> None:
+def test_sgd_reaches_liblinear_on_real_data(shared_data: Path, tmp_path: Path) -> None:
     """Supervised ResNet-18, imagenette, at 64 pixels for time."""
     model = build_backbone("resnet18")
     state = load_file(shared_data / "weights" / "resnet18_trunk_imagenet_fp16.pth")
@@ -257,9 +267,9 @@ def test_sgd_is_within_a_point_of_liblinear_on_real_data(shared_data: Path, tmp_
     }
     save_checkpoint(tmp_path / "r18.pt", "backbone", payload)
     options = {"weights": str(tmp_path / "r18.pt"), "batch_size": 250, "epochs": None}
-    options |= {"stage": ["conv2", "conv3", "conv4", "conv5"], "cost": [1.0], "precision": "half"}
+    options |= {"stage": list(STAGES), "cost": [1.0], "precision": None}
     sgd = run_linear(config(tmp_path / "a", **options))
     liblinear = run_linear(config(tmp_path / "b", solver="liblinear", **options))
     for ours, theirs in zip(sgd[::2], liblinear[::2], strict=True):
-        assert abs(ours.value - theirs.value) <= 1.0, ours.details["stage"]
+        assert ours.value >= theirs.value - 1.0, ours.details["stage"]
     assert sgd[-2].value > 75

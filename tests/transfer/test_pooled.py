@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from instdisc.backbones import ARCHS, STAGES
+from instdisc.backbones import ARCHS, STAGES, build_backbone
 from instdisc.cli import UserError
 from instdisc.features import build_extractor
 from instdisc.weights import open_weights
@@ -81,6 +81,14 @@ def test_probes_of_the_embedding_use_the_features_that_knn_has_stored(
     assert alone == build_extractor(weights, "embedding")
     images = torch.rand(2, 3, 64, 64)
     torch.testing.assert_close(alone(images), features(images)["embedding"])
+
+
+def test_networks_of_other_names_have_other_features() -> None:
+    """The store's key: VGG16 has the same tensors with either stem."""
+    weights = dataclasses.replace(open_weights("random:vgg16"), embedding=None)
+    twin = dataclasses.replace(weights, backbone=build_backbone("vgg16", stem="small"))
+    what = [pooled_extractor(StageFeatures(w, STAGES), "half").what for w in (weights, twin)]
+    assert what[0] != what[1]
 
 
 def test_nothing_of_the_network_can_be_trained(features: StageFeatures) -> None:
