@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instdisc import dist
+from instdisc.amp import autocast, build_scaler, check_amp
 from instdisc.backbones import Embedding, backbone_payload
 from instdisc.checkpoint import save_checkpoint
 from instdisc.cli import UserError, to_dict
@@ -41,6 +42,7 @@ class Trainer:
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.layout = layout
         self.model = session.build_model().to(process.device).to(memory_format=layout)
+        check_amp(self.model, config.image_size, process.device, config.amp)
         self.bank = build_bank(config, n, process)
         self.criterion = Criterion(config, n).to(process.device)
         self.optimizer = torch.optim.SGD(
@@ -50,7 +52,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=True,  # one pass over the weights: a fifth of the step for VGG16 on a CPU
         )
-        self.scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")
+        self.scaler = build_scaler(process.device, config.amp)
         self.parallel_model = self._parallel(self.model)
         self.parallel_criterion = self._parallel(self.criterion)
         self.steps_per_epoch = n // config.batch_size
@@ -135,7 +137,7 @@ class Trainer:
             first = self.process.rank * share + part * micro
             mark("data")
             with self._sync_gradients(last=part == config.accumulate - 1):
-                with torch.autocast(device.type, self._amp_dtype(), enabled=config.amp != "off"):
+                with autocast(device, config.amp):
                     features = self.parallel_model(pixels)
                 mark("forward")
                 # The backward pass reaches the features when that of the objective is done.
@@ -170,9 +172,6 @@ class Trainer:
         indices, features, valid = (dist.all_gather_rows(t) for t in (indices, features, valid))
         kept = valid.bool()
         self.bank.update(indices[kept], features[kept])
-
-    def _amp_dtype(self) -> torch.dtype:
-        return torch.float16 if self.config.amp == "fp16" else torch.bfloat16
 
     @contextlib.contextmanager
     def _sync_gradients(self, *, last: bool) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc import dist
+from instdisc.amp import check_amp
 from instdisc.backbones import Backbone, build_backbone
 from instdisc.checkpoint import remove_checkpoints, weights_hash
 from instdisc.cli import UserError
@@ -177,6 +178,7 @@ def run_trial(
     """
     spec, settings = trial.start.spec, loop_settings(config, trial)
     model = Classifier(trial.start.build(trial.seed), len(train.classes), trial.seed)
+    check_amp(model, spec.size, process.device, config.amp)
     initial = weights_hash(model.backbone.state_dict())
     parts = repr((trial.head_lr_scale, config.weight_decay, spec, initial))
     sets = (train.fingerprint, test.fingerprint)

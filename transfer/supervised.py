@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from instdisc import dist
+from instdisc.amp import autocast, build_scaler
 from instdisc.checkpoint import load_last, save_checkpoint
 from instdisc.cli import UserError
 from instdisc.dist import Process
@@ -105,7 +106,7 @@ class SupervisedTrainer:
             nesterov=settings.nesterov,
             fused=True,  # one pass over the weights
         )
-        self.scaler = torch.amp.GradScaler(process.device.type, enabled=settings.amp == "fp16")
+        self.scaler = build_scaler(process.device, settings.amp)
         self.parallel_model = self._parallel()
         self.step = 0
         self.epoch_loss = 0.0  # sum over the steps of this epoch so far
@@ -157,8 +158,7 @@ class SupervisedTrainer:
         # Dropout draws from torch's global generator: key it by the step, like everything else.
         seed_global(settings.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
-        dtype = torch.float16 if settings.amp == "fp16" else torch.bfloat16
-        with torch.autocast(device.type, dtype, enabled=settings.amp != "off"):
+        with autocast(device, settings.amp):
             outputs = self.parallel_model(to_device(inputs, device))
         labels = self.labels[indices.to(device, non_blocking=True)]
         first, last = self.plan.bounds(self.step)

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.cli import from_dict
+from instdisc.backbones import backbone_payload, build_backbone
+from instdisc.checkpoint import save_checkpoint
+from instdisc.cli import UserError, from_dict
 from instdisc.data import ImageSet
 from instdisc.results import read_results, summarize
 from instdisc.runs import read_jsonl
+from instdisc.transforms import InputSpec
 from transfer.config import SemisupConfig
 from transfer.semisup_task import run_semisup
 from transfer.supervised import SupervisedTrainer
@@ -229,3 +232,14 @@ def test_more_labels_than_a_batch_and_fewer(tiny_network: Path, tmp_path: Path) 
     run_semisup(config(tmp_path / "run", batch_size=256, epochs=2))
     rows = read_jsonl(only(tmp_path / "run", "*/metrics.jsonl"))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+def test_bfloat16_on_a_cpu_is_refused_where_its_gradients_are_wrong(
+    image_tree: Path, tmp_path: Path
+) -> None:
+    payload = {**backbone_payload(build_backbone("resnet18")), "pretraining": {}}
+    file = tmp_path / "backbone.pt"
+    save_checkpoint(file, "backbone", {**payload, "input": InputSpec(size=16).to_dict()})
+    with pytest.raises(UserError, match="single pixel of 16-pixel images"):
+        run_semisup(config(tmp_path / "run", weights=str(file), data=str(image_tree), amp="bf16"))
+    assert not any((tmp_path / "run").glob("pretrained-*"))
