@@ -18,7 +18,8 @@ examples:
   python transfer/retrieve.py --data /data/imagenet --num-cases 8
   python transfer/retrieve.py --query cat.jpg dog.jpg --data ~/Pictures
 The features of a folder are computed once and kept in runs/features, so that a
-second query is immediate. The page is one file that needs no network."""
+second query is immediate. Pages (retrieval.html; query.html for given files) are
+one file each and need no network."""
 
 
 def execute(config: RetrieveConfig) -> int:

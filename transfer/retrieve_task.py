@@ -156,9 +156,9 @@ class Retrieval:
         found = self._search(queries, bank.rows)
         if self.task.is_main:
             sys.stdout.write(format_neighbors(files, bank.images, found))
+        count = "1 query" if len(files) == 1 else f"{len(files)} queries"
         LOGGER.info(
-            f"{len(files)} queries: features in {extracting:.2f} s, "
-            f"search in {1000 * found.seconds:.1f} ms"
+            f"{count}: features in {extracting:.2f} s, search in {1000 * found.seconds:.1f} ms"
         )
         cases = [
             make_case(files, query, bank.images, *found.of(query), labelled=False)
@@ -189,7 +189,9 @@ def run_retrieve(config: RetrieveConfig) -> Gallery:
         task = open_task("retrieve", config)
         gallery = Retrieval(config, task).run()
         if task.is_main:
-            page, figure = task.output / "retrieval.html", task.output / "retrieval.png"
+            # A look at some files leaves the paper's figure alone.
+            name = "query" if config.query else "retrieval"
+            page, figure = task.output / f"{name}.html", task.output / f"{name}.png"
             write_text(page, render_page(gallery))
             save_figure(figure, gallery)
             LOGGER.info(f"page: {page}\nfigure: {figure}")

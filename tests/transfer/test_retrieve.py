@@ -26,7 +26,7 @@ def unit_rows(network: Path, images_root: Path) -> tuple[np.ndarray, np.ndarray]
     images = read_folder(images_root, "images", "train")
     assert weights.embedding is not None
     rows = extract_features(weights.embedding, images, weights.spec, init_process("cpu"))
-    return rows.numpy().astype(np.float16).astype(np.float64), images.labels
+    return rows.numpy().astype(np.float64), images.labels
 
 
 def test_figure_of_validation_images(
@@ -60,7 +60,6 @@ def test_query_in_any_folder_is_immediate_the_second_time(
     (photos / "broken.jpg").write_bytes(b"\xff\xd8\xff nothing")
     query = str(photos / "1.PNG")
     command = ["--query", query, "--data", str(photos), "--k", "4", "-j", "0", "--device", "cpu"]
-    command += ["--precision", "float32"]  # the images are alike, and rounding would reorder them
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "12 computed" in out
@@ -87,6 +86,17 @@ def test_query_in_a_data_set_searches_its_training_images(
     out = capsys.readouterr().out
     assert "24 x 4" in out
     assert "/val/" not in out.partition(query)[2]
+
+
+def test_a_query_leaves_the_figure_alone(tiny_network: Path, image_tree: Path) -> None:
+    assert main(["-j", "0", "--device", "cpu"]) == 0
+    output = tiny_network.parents[2] / "retrieve" / "tiny"
+    before = {file.name: file.read_bytes() for file in output.glob("retrieval.*")}
+    query = str(image_tree / "val" / "class0" / "0.png")
+    assert main(["--query", query, "-j", "0", "--device", "cpu"]) == 0
+    assert {file.name for file in output.glob("query.*")} == {"query.html", "query.png"}
+    assert {file.name: file.read_bytes() for file in output.glob("retrieval.*")} == before
+    assert len(before) == 2
 
 
 @pytest.mark.parametrize(
