@@ -14,6 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from instdisc.cli import UserError
+from instdisc.seed import seeded
 
 Stem = Literal["imagenet", "small"]
 STAGES = ("conv1", "conv2", "conv3", "conv4", "conv5")
@@ -25,8 +26,8 @@ def _resnet(depth: int) -> Callable[[Stem, bool], nn.Module]:
             raise UserError("a ResNet without batch norm is not one of the paper's backbones")
         trunk = getattr(torchvision.models, f"resnet{depth}")(weights=None)
         if stem == "small":  # 32-pixel images: no early downsampling
+            # torch's default initialisation, as in the authors' code
             trunk.conv1 = nn.Conv2d(3, 64, 3, stride=1, padding=1, bias=False)
-            nn.init.kaiming_normal_(trunk.conv1.weight, mode="fan_out", nonlinearity="relu")
             trunk.maxpool = nn.Identity()
         trunk.fc = nn.Identity()
         return trunk
@@ -150,10 +151,20 @@ class Embedding(nn.Module):
         self.backbone = backbone
         self.projection = nn.Linear(backbone.feature_dim, dim)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Unit vectors in float32, also under autocast: the objectives exponentiate them."""
-        projected = self.projection(self.backbone(images))
-        return nn.functional.normalize(projected.float(), dim=1)
+    def forward(self, images: Tensor, *, normalized: bool = True) -> Tensor:
+        """Unit vectors in float32, also under autocast: the objectives exponentiate them.
+
+        Equation 1, the parametric softmax, has no normalisation: it takes the projection itself.
+        """
+        projected = self.projection(self.backbone(images)).float()
+        return nn.functional.normalize(projected, dim=1) if normalized else projected
+
+
+def build_untrained(config: Mapping[str, Any]) -> Embedding:
+    """The network that a pretraining run of this configuration starts from."""
+    with seeded(config["seed"], "init"):
+        backbone = build_backbone(config["arch"], stem=config["stem"])
+        return Embedding(backbone, config["embedding_dim"])
 
 
 def backbone_payload(model: Embedding | Backbone) -> dict[str, Any]:

@@ -71,7 +71,8 @@ def progress(
 class MetricsLog:
     """metrics.jsonl, a row per event; and the same numbers for TensorBoard.
 
-    On resume the rows after the checkpoint are dropped: those steps are about to be repeated.
+    On resume the rows after the checkpoint are dropped, as those steps are about to be repeated;
+    `kept` holds the others.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class MetricsLog:
     ) -> None:
         self._file: Any = None
         self._writer: Any = None
+        self.kept: list[dict[str, Any]] = []
         if not enabled:
             return
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
-        write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self.kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.kept))
         self._file = self.path.open("a", encoding="utf-8")
         if tensorboard:
             # Heavy to import, and not needed by anything else.

@@ -39,7 +39,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "crop_ratio": 1.0,
         "objective": "softmax",
         "temperature": 0.1,
-        "bank_momentum": 0.5,
         "batch_size": 32,
         "lr": 0.01,
         "epochs": 6,
@@ -77,6 +76,11 @@ class PretrainConfig:
         128,
         "size of the L2-normalised output; 128 is the paper's trade-off",
         aliases=["--low-dim"],
+    )
+    projection_init: Literal["random", "whitened"] = _model(
+        "random",
+        "the last layer at the start: random, or turned so that its outputs over 512 images are "
+        "uncorrelated, for deep networks and few steps",
     )
 
     data: str | None = _data(
@@ -132,11 +136,14 @@ class PretrainConfig:
         metavar="MODE",
     )
     proximal_weight: float = _loss(
-        0.0, "lambda of the proximal term ||f - v||^2 that slows drift between visits"
+        0.0,
+        "lambda of the proximal term ||f - v||^2 that slows drift between visits; the paper gives "
+        "no value and the authors' code has no such term",
     )
     bank_momentum: float = _loss(
-        0.0,
-        "weight of the old row in a bank update: 0 replaces it (paper), 0.5 blends (authors' code)",
+        0.5,
+        "weight of the old row in a bank update: 0.5 blends (authors' code); 0 replaces the row "
+        "(paper's text), and nce with a constant Z then runs away (docs/protocols.md)",
         aliases=["--nce-m"],
     )
     bank_placement: Literal["replicated", "sharded", "cpu"] = _loss(
@@ -184,7 +191,8 @@ class PretrainConfig:
     device: Literal["auto", "cpu", "cuda"] = _run("auto", "where to compute")
     monitor_every: int = _run(
         5,
-        "epochs between kNN accuracies on val/ (bank and recomputed features); 0 for none",
+        "epochs between measurements of the features, the first before training: kNN accuracy on "
+        "val/ (bank and recomputed features; the vote's tau is --temperature), RankMe; 0 for none",
     )
     num_neighbors: int = _run(200, "k of the kNN monitor")
     log_every: int = _run(10, "steps between rows of metrics.jsonl")

@@ -32,6 +32,7 @@ class Normalizer(nn.Module):
         initial = number if self.mode == "fixed" else 0.0
         self.register_buffer("value", torch.tensor(initial, dtype=torch.float64))
         self.register_buffer("num_batches", torch.tensor(0))
+        self.estimate: Tensor | None = None  # Z of the latest batch that was looked at
 
     @torch.no_grad()
     def update(self, noise: Tensor, mean_over_processes: Reduce) -> None:
@@ -40,6 +41,7 @@ class Normalizer(nn.Module):
         if self.mode == "fixed" or (self.mode == "first-batches" and seen >= self.limit):
             return
         estimate = self.num_images * mean_over_processes(noise.double().exp().mean())
+        self.estimate = estimate
         if self.mode == "ema" and seen:
             self.value.mul_(0.99).add_(0.01 * estimate)
         elif self.mode == "ema":
@@ -48,10 +50,20 @@ class Normalizer(nn.Module):
             self.value.add_((estimate - self.value) / (seen + 1))
         self.num_batches += 1
 
+    @torch.no_grad()
+    def observe(self, noise: Tensor) -> None:
+        """Estimates Z from this process's noise alone, for `drift`; changes no result."""
+        self.estimate = self.num_images * noise.double().exp().mean()
+
     @property
     def ratio(self) -> float:
         """Z/n, which at the start is near `initial_ratio`."""
         return float(self.value) / self.num_images
+
+    @property
+    def drift(self) -> float:
+        """Z as last estimated over the Z in use: the factor by which repulsion is too strong."""
+        return 1.0 if self.estimate is None else float(self.estimate) / float(self.value)
 
 
 def initial_ratio(dim: int, temperature: float) -> float:
@@ -93,7 +105,7 @@ class Criterion(nn.Module):
         """Losses `(B,)`, the proximal term included.
 
         Args:
-            features: unit rows `(B, D)`.
+            features: `(B, D)`, unit rows; as they come from the projection for `parametric`.
             indices: which images they are, `(B,)`.
             bank: the memory bank, as it was before this step.
             step: the optimiser step, which keys the noise.
@@ -104,6 +116,7 @@ class Criterion(nn.Module):
         own_rows = bank.rows(indices)
         if config.objective == "parametric":
             losses = objectives.parametric_loss(features, self.weights, indices)
+            features = nn.functional.normalize(features, dim=1)  # for the proximal term
         elif config.objective == "softmax":
             positive = objectives.positive_logits(features, own_rows, tau)
             losses = bank.log_normalizer(features, tau) - positive
@@ -127,6 +140,8 @@ class Criterion(nn.Module):
                 losses = objectives.nce_loss(positive, negative, exact[:, None], self.num_images)
             else:
                 self.normalizer.update(negative, mean_over_processes)
+                if (step + 1) % config.log_every == 0:
+                    self.normalizer.observe(negative)
                 losses = objectives.nce_loss(positive, negative, self.log_z, self.num_images)
         if config.proximal_weight:
             proximal = objectives.proximal_term(features, own_rows)

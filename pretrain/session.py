@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from instdisc import dist
-from instdisc.backbones import Embedding, build_backbone, num_parameters
+from instdisc.backbones import Embedding, build_untrained, num_parameters
 from instdisc.checkpoint import load_checkpoint, load_last
 from instdisc.cli import UserError, to_dict, volatile_fields
 from instdisc.data import (
@@ -20,21 +20,22 @@ from instdisc.data import (
     load_images,
     random_subset,
 )
+from instdisc.data_init import sample_pixels, whiten_projection
 from instdisc.dist import Process
 from instdisc.locations import locate_data
 from instdisc.locks import empty_folder
 from instdisc.run_log import LOGGER, boxed, setup_logging
 from instdisc.runs import provenance, runs_root, write_json
-from instdisc.seed import seeded
 from instdisc.transforms import InputSpec
 from pretrain.config import PretrainConfig
-from pretrain.monitor import KnnMonitor
+from pretrain.monitor import Monitor
 
 DEMO_BANNER = boxed(
     "DEMO DATA. No data set was named, so this run uses the small images that come with the "
     "project. Its numbers say that the code works, and nothing about the method. Name real data "
     "with --data DIR or INSTDISC_DATA."
 )
+NUM_WHITENED = 512  # images that --projection-init whitened looks at
 # Pixel statistics of the archives of small images; everything else uses ImageNet's.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -72,31 +73,22 @@ class Session:
         return InputSpec(config.image_size, mean, std, config.crop_ratio)
 
     @functools.cached_property
-    def monitor(self) -> KnnMonitor | None:
-        """The kNN monitor, if there are labelled validation images for it."""
+    def monitor(self) -> Monitor | None:
+        """What measures the features during training; kNN where there are validation images."""
         config = self.config
         location = locate_data(config.data)
         if not config.monitor_every:
             return None
         if not has_split(location, "val"):
-            LOGGER.info("no val/ beside train/: the kNN monitor is off")
-            return None
+            LOGGER.info("no val/ beside train/: the monitor measures RankMe, and no kNN accuracy")
+            return Monitor(config, self.train, None, self.spec, self.process)
         val = load_images(location, "val", skip_bad=config.skip_bad_images)
         if val.classes != self.train.classes:
             raise UserError(
                 f"train/ and val/ of {location.root} have different classes: "
                 "make them agree, or turn the monitor off with --monitor-every 0"
             )
-        return KnnMonitor(
-            self.train,
-            val,
-            self.spec,
-            self.process,
-            config.num_neighbors,
-            config.batch_size,
-            config.workers,
-            config.skip_bad_images,
-        )
+        return Monitor(config, self.train, val, self.spec, self.process)
 
     def _open_train(self) -> ImageSet:
         config = self.config
@@ -130,17 +122,20 @@ class Session:
                 f"processes with --accumulate {config.accumulate}: make it a multiple of {share}"
             )
         if config.objective in ("nce", "sampled-softmax") and config.num_negatives > n:
-            raise UserError(
-                f"--num-negatives {config.num_negatives} is more than the {n} images: "
-                f"lower it, or use --objective softmax, which is exact over all of them"
+            LOGGER.info(
+                f"m is {config.num_negatives}, more than the {n} images: noise is drawn with "
+                "replacement, and --objective softmax over all of them would cost less"
             )
         return images
 
     def build_model(self) -> Embedding:
         """The network at its random initialisation, the same on every process."""
         config = self.config
-        with seeded(config.seed, "init"):
-            return Embedding(build_backbone(config.arch, stem=config.stem), config.embedding_dim)
+        model = build_untrained(to_dict(config))
+        if config.projection_init == "whitened":
+            pixels = sample_pixels(self.train, self.spec, count=NUM_WHITENED, seed=config.seed)
+            whiten_projection(model, pixels, batch_size=config.batch_size)
+        return model
 
     def find_checkpoint(self) -> dict[str, Any] | None:
         """The state to go on from, checked to belong to this run; None for a fresh start."""

@@ -23,6 +23,7 @@ from instdisc.runs import provenance
 from instdisc.schedules import step_decay
 from instdisc.seed import seed_global
 from instdisc.signals import StopSignal
+from instdisc.small_maps import use_small_map_gradients
 from instdisc.throughput import StepClock
 from instdisc.transforms import pretrain_transform
 from pretrain.criterion import Criterion
@@ -42,6 +43,7 @@ class Trainer:
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.layout = layout
         self.model = session.build_model().to(process.device).to(memory_format=layout)
+        use_small_map_gradients(self.model, process.device)
         check_amp(self.model, config.image_size, process.device, config.amp)
         self.bank = build_bank(config, n, process)
         self.criterion = Criterion(config, n).to(process.device)
@@ -62,6 +64,8 @@ class Trainer:
         self.epoch_loss = 0.0  # sum over the steps of this epoch so far
         self.bad_images: set[str] = set()
         self.nan_guard = NanGuard(session, (self.model, self.criterion))
+        # Equation 1 has no normalisation; with unit rows and no temperature it cannot be learnt.
+        self.unit_features = config.objective != "parametric"
 
     def _parallel(self, module: nn.Module) -> nn.Module:
         if self.process.world_size == 1 or not any(True for _ in module.parameters()):
@@ -138,7 +142,7 @@ class Trainer:
             mark("data")
             with self._sync_gradients(last=part == config.accumulate - 1):
                 with autocast(device, config.amp):
-                    features = self.parallel_model(pixels)
+                    features = self.parallel_model(pixels, normalized=self.unit_features)
                 mark("forward")
                 # The backward pass reaches the features when that of the objective is done.
                 features.register_hook(lambda _: mark("objective"))
@@ -155,7 +159,9 @@ class Trainer:
                 self.scaler.scale(loss).backward()
             mark("backward")
             total += loss.detach()
-            seen.append((indices, features.detach(), valid))
+            rows = features.detach()
+            rows = rows if self.unit_features else nn.functional.normalize(rows, dim=1)
+            seen.append((indices, rows, valid))
         if self.nan_guard.accepts(total, self.step, (part[0] for part in seen)):
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -207,6 +213,8 @@ class Trainer:
         saved = time.monotonic()
         self.parallel_model.train()
         with contextlib.closing(journal), StopSignal() as stop:
+            if not self.step:
+                journal.tell_untrained(self._measure())
             while self.step < self.num_steps:
                 local = self.train_step(batches)
                 loss, stopping = self._share(local, stop.raised)
@@ -231,14 +239,19 @@ class Trainer:
     def _end_epoch(self, journal: Journal) -> None:
         epoch, config = self.step // self.steps_per_epoch, self.config
         self.bank.compare_copies(self.process.device)
-        monitor, accuracies = self.session.monitor, {}
         due = config.monitor_every and epoch % config.monitor_every == 0
-        if monitor is not None and (due or epoch == config.epochs):
-            rows = self.bank.assemble(everywhere=True)
-            assert rows is not None
-            accuracies = monitor.measure(self.model, rows.float())
-        journal.tell_epoch(self.step, self.epoch_loss / self.steps_per_epoch, accuracies)
+        measured = self._measure() if due or epoch == config.epochs else {}
+        journal.tell_epoch(self.step, self.epoch_loss / self.steps_per_epoch, measured)
         self.epoch_loss = 0.0
+
+    def _measure(self) -> dict[str, float]:
+        """What the monitor finds, if the run has one."""
+        monitor = self.session.monitor
+        if monitor is None:
+            return {}
+        rows = self.bank.assemble(everywhere=True)
+        assert rows is not None
+        return monitor.measure(self.model, rows.float())
 
     def save(self) -> None:
         """Writes backbone.pt, then last.pt, by the first process; all of them take part."""
