@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 DTYPES = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

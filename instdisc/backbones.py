@@ -7,16 +7,14 @@ it away where the target has none.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 
-from instdisc.cli import UserError
-
-Stem = Literal["imagenet", "small"]
-STAGES = ("conv1", "conv2", "conv3", "conv4", "conv5")
+from instdisc.errors import UserError
+from instdisc.names import STAGES, Stem
 
 
 def _resnet(depth: int) -> Callable[[Stem, bool], nn.Module]:

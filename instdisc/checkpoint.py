@@ -28,8 +28,7 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor
 
-from instdisc.cli import UserError
-from instdisc.failures import is_out_of_memory
+from instdisc.errors import UserError, is_out_of_memory
 from instdisc.run_log import LOGGER
 from instdisc.runs import atomic_file
 

@@ -21,8 +21,7 @@ import torch
 from PIL import Image
 
 from instdisc import demo, official
-from instdisc.cli import UserError
-from instdisc.failures import is_out_of_memory
+from instdisc.errors import UserError, is_out_of_memory
 from instdisc.locations import DataLocation
 from instdisc.pixels import to_rgb
 from instdisc.runs import runs_root

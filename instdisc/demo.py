@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 DEMO_VERSION = "v1"  # part of the folder names and of every seed: change it when pixels change
 IMAGE_SIZE, SCENE_WIDTH, SCENE_HEIGHT = 72, 160, 120

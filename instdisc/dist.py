@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

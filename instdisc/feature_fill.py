@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from instdisc import dist
 from instdisc.chunked_table import ChunkedTable
-from instdisc.cli import Interrupted, UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process
+from instdisc.errors import Interrupted, UserError
 from instdisc.features import Extractor, iterate_features
 from instdisc.run_log import LOGGER
 from instdisc.signals import StopSignal

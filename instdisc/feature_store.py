@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +33,16 @@ from torch import Tensor
 
 from instdisc import dist
 from instdisc.chunked_table import ChunkedTable
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.feature_fill import REMEDY, TableFiller
 from instdisc.features import Extractor
+from instdisc.names import Precision
 from instdisc.run_log import LOGGER
 from instdisc.runs import runs_root, write_json
 from instdisc.transforms import InputSpec, eval_transform
 
-Precision = Literal["half", "float32"]
 FORMAT = 1
 CHUNK_ROWS = 256  # what an interruption can cost: a batch of the default size
 DTYPES: dict[str, np.dtype[Any]] = {"half": np.dtype("<f2"), "float32": np.dtype("<f4")}

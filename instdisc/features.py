@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.backbones import STAGES
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process, all_gather_rows, gather_by_index
+from instdisc.errors import UserError
 from instdisc.loading import Samples, build_loader, sequential_plan
+from instdisc.names import STAGES
 from instdisc.run_log import progress
 from instdisc.transforms import InputSpec, eval_transform
 from instdisc.weights import Weights

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from instdisc.augmentation import RandomView
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
 from instdisc.seed import generator, seeded
 from instdisc.signals import kill_loaders, leave_signals_to_parent
 from instdisc.transforms import InputSpec, Transform

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.names import DATA_VARIABLE
 
 Kind = Literal["folder", "cifar10", "cifar100", "fashion-mnist", "demo"]
 
@@ -49,7 +50,7 @@ def _official_kind(folder: Path) -> Kind | None:
 
 
 def locate_data(
-    named: str | None, *, flag: str = "--data", env: str = "INSTDISC_DATA"
+    named: str | None, *, flag: str = "--data", env: str = DATA_VARIABLE
 ) -> DataLocation:
     """Finds the data set that a flag or the environment names; the demo set if neither does.
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.runs import make_private
 
 NAME = ".lock"

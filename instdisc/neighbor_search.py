@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.exact_similarity import from_keys
 from instdisc.shortlist import BLOCK, GroupSearch, SearchPlan
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.exact_similarity import KEY_ROWS, from_keys, longest_row, to_keys
 from instdisc.neighbor_search import Everywhere, plan_search, search_group
 

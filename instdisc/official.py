@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 Archive = tuple[str, tuple[str, ...], np.ndarray, np.ndarray]
 

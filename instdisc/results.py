@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.runs import provenance, runs_root
 
 PERCENTAGES = ("top", "ap", "precision")  # metrics whose names begin so

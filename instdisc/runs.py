@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.names import RUNS_VARIABLE
 
 VERSIONED = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "instdisc-transfer")
 
 
 def runs_root() -> Path:
     """The folder that holds all runs: `INSTDISC_RUNS`, else `runs` below the current folder."""
-    return Path(os.environ.get("INSTDISC_RUNS") or "runs")
+    return Path(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
 def make_private(folder: Path) -> None:

@@ -6,11 +6,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instdisc.cli import Interrupted
-
-# SIGTERM: preemption, cancelling. SIGUSR1, SIGUSR2: what a scheduler is told to send before the
-# time limit. SIGINT: a person.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+from instdisc.errors import Interrupted
+from instdisc.names import STOP_SIGNALS
 
 
 class StopSignal:

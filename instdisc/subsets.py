@@ -10,17 +10,16 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
+from instdisc.names import SubsetMode
 from instdisc.run_log import LOGGER
 from instdisc.seed import generator
 
-SubsetMode = Literal["random", "balanced"]
 MIN_FRACTION = 0.001
 
 

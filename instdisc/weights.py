@@ -14,16 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from instdisc.backbones import (
-    STAGES,
-    Backbone,
-    Embedding,
-    build_backbone,
-    restore_backbone,
-)
+from instdisc.backbones import Backbone, Embedding, build_backbone, restore_backbone
 from instdisc.checkpoint import load_checkpoint, weights_hash
-from instdisc.cli import UserError
 from instdisc.data_init import initialize_from_data
+from instdisc.errors import UserError
+from instdisc.names import STAGES
 from instdisc.runs import newest_backbone
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec

@@ -7,7 +7,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from instdisc.cli import UserError, option, run_command
+from instdisc.cli import option, run_command
+from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.runs import newest_backbone
 

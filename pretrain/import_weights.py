@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError, build_parser, option, run_command
+from instdisc.cli import build_parser, option, run_command
+from instdisc.errors import UserError
 from instdisc.runs import runs_root
 
 Format = Literal[

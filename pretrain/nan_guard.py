@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc import dist
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.run_log import LOGGER
 from pretrain.config import parse_on_nan
 from pretrain.session import Session

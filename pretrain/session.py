@@ -11,7 +11,7 @@ import numpy as np
 from instdisc import dist
 from instdisc.backbones import Embedding, build_backbone, num_parameters
 from instdisc.checkpoint import load_checkpoint, load_last
-from instdisc.cli import UserError, to_dict, volatile_fields
+from instdisc.cli import to_dict, volatile_fields
 from instdisc.data import (
     ImageSet,
     bad_images_message,
@@ -21,6 +21,7 @@ from instdisc.data import (
     random_subset,
 )
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.locations import locate_data
 from instdisc.locks import empty_folder
 from instdisc.run_log import LOGGER, boxed, setup_logging

@@ -17,7 +17,8 @@ from instdisc import dist
 from instdisc.amp import autocast, build_scaler, check_amp
 from instdisc.backbones import Embedding, backbone_payload
 from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError, to_dict
+from instdisc.cli import to_dict
+from instdisc.errors import UserError
 from instdisc.loading import BatchPlan, Samples, build_loader
 from instdisc.runs import provenance
 from instdisc.schedules import step_decay

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.runs import write_json
 from slurm.arrays import Array
 from slurm.jobs import load_job, prepare_folder, save_job, write_submission

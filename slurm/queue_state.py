@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from slurm.jobs import is_alive
 
 DEFAULT_MAX_ARRAY = 1001  # Slurm's own

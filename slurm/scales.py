@@ -3,7 +3,6 @@
 import shlex
 
 IMAGENET, CIFAR, PLACES, VOC07 = 1_281_167, 50_000, 2_448_873, 5_011
-ARCHS = ("alexnet", "vgg16", "resnet18", "resnet50")
 EMBEDDINGS = (32, 64, 128, 256)
 FRACTIONS = (0.001, 0.01, 0.1, 0.3, 1.0)
 LABELED = (0.01, 0.02, 0.04, 0.1, 0.2)
@@ -21,7 +20,6 @@ ABLATIONS: tuple[tuple[str, tuple[str, ...]], ...] = tuple(
         ("shared", ("--negatives", "shared")),
     )
 )
-DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 
 SMALL_EPOCHS, SMALL_FRACTION = 18, 0.1
 # CIFAR-10 on two cores: 5,000 images and the stem that halves an image twice; minutes for each row.

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import Parser, UserError, build_parser, option, parse, run_command
+from instdisc.cli import Parser, build_parser, option, parse, run_command
+from instdisc.errors import UserError
 from slurm.arrays import plan_arrays
 from slurm.estimate import count_states, describe_cost, draw_tree
 from slurm.jobs import Job, jobs_root, read_status, read_submission, refuse_if_running_here

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError, option
+from instdisc.cli import option
+from instdisc.errors import UserError
+from instdisc.names import ARCH_NAMES, PAPER_DETECTORS, ArchName
 from instdisc.runs import runs_root
 from slurm import scales
 from slurm.jobs import Job
@@ -27,9 +29,7 @@ class StudyConfig:
     supervised: tuple[str, ...] = option(
         (), "checkpoints trained with labels, the upper bound of detection", metavar="ARCH=FILE"
     )
-    archs: tuple[Literal["alexnet", "vgg16", "resnet18", "resnet50"], ...] = option(
-        scales.ARCHS, "networks of table2, places and detection"
-    )
+    archs: tuple[ArchName, ...] = option(ARCH_NAMES, "networks of table2, places and detection")
     scale: Literal["paper", "small", "quick"] = option(
         "paper",
         "the paper's runs; small: table1 and ablations on a tenth of CIFAR-10, two hours on two "
@@ -47,7 +47,7 @@ class StudyConfig:
                 raise UserError(f"--skip {task}: name a task that a study can do without")
         for text in self.supervised:
             arch, equals, file = text.partition("=")
-            if arch not in scales.ARCHS or not equals or not file:
+            if arch not in ARCH_NAMES or not equals or not file:
                 raise UserError(f"--supervised {text}: write ARCH=FILE, such as resnet50=r50.pth")
 
 
@@ -209,10 +209,10 @@ class Study:
         """VOC07: from scratch, from labels, from our features."""
         supervised = dict(text.split("=", 1) for text in self.config.supervised)
         where = ("--voc-root", self.config.voc_root) if self.config.voc_root else ()
-        for arch in [arch for arch in self.config.archs if arch in scales.DETECTORS]:
+        for arch in [arch for arch in self.config.archs if arch in PAPER_DETECTORS]:
             job = self.imagenet(arch, seed)
             export = self.readout("export", job, seed, "--to", "detectron2", "--overwrite")
-            flags = ("--cfg", scales.DETECTORS[arch], *where)
+            flags = ("--cfg", PAPER_DETECTORS[arch], *where)
             flags += ("--make-proposals",) if arch != "resnet50" else ()
             images = 24 * scales.VOC07
             self.readout(

@@ -23,15 +23,14 @@ MAY_IMPORT = {
     "pretrain": ("pretrain", "instdisc"),
     "transfer": ("transfer", "instdisc", "detection_configs"),
     "detection_configs": ("detection_configs",),
-    "slurm": ("slurm", "instdisc.cli", "instdisc.runs"),
+    "slurm": ("slurm", "instdisc.cli", "instdisc.errors", "instdisc.names", "instdisc.runs"),
 }
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TORCH_FREE = re.compile(
-    r"instdisc/(cli|failures|streams|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
+    r"instdisc/(cli|errors|names|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
     r"|transfer/(study_config|paper_numbers|report\w*|suite\w*)\.py"
 )
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}
-MAX_LINES = 300
 MAY_UNPICKLE: set[str] = set()  # paths; each needs a reason
 
 Tree = dict[str, str]
@@ -189,14 +188,6 @@ def imports_are_absolute_and_named(tree: Tree) -> Iterator[str]:
         for each in imports(text):
             if each.name.startswith(".") or each.name.endswith(".*"):
                 yield f"{path}:{each.line}: relative or star import of {each.name}"
-
-
-@rule(("instdisc/a.py", "x = 1\n" * (MAX_LINES + 1), "x = 1\n" * MAX_LINES))
-def files_are_short(tree: Tree) -> Iterator[str]:
-    """A file is read in one sitting; split it where it does two things. Tests may list cases."""
-    for path, text in python_files(tree, *MAY_IMPORT, "benchmarks"):
-        if (lines := len(text.splitlines())) > MAX_LINES:
-            yield f"{path}:{MAX_LINES + 1}: {lines} lines, at most {MAX_LINES}"
 
 
 @rule(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.loading import epoch_order
 from instdisc.run_log import LOGGER
 

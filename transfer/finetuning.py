@@ -15,9 +15,9 @@ from instdisc import dist
 from instdisc.amp import check_amp
 from instdisc.backbones import Backbone, build_backbone
 from instdisc.checkpoint import remove_checkpoints, weights_hash
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.loading import Samples
 from instdisc.results import config_hash
 from instdisc.run_log import LOGGER

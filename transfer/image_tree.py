@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from instdisc.cli import UserError
 from instdisc.data import EXTENSIONS, ImageSet
+from instdisc.errors import UserError
 
 
 def _from_names(names: Sequence[bytes], sizes: Sequence[int], root: Path | None) -> ImageSet:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from instdisc import dist
 from instdisc.checkpoint import load_checkpoint, weights_hash
-from instdisc.cli import UserError
 from instdisc.data import load_images, random_subset
+from instdisc.errors import UserError
 from instdisc.features import build_extractor, default_features
 from instdisc.metrics import top_k_accuracy
 from instdisc.neighbors import classify

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures, unreadable
 from instdisc.features import build_extractor
 from instdisc.run_log import LOGGER

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.checkpoint import remove_checkpoints
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
 from instdisc.results import Result, config_hash
 from instdisc.run_log import LOGGER
 from instdisc.seed import generator

@@ -8,8 +8,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from instdisc.names import STAGES
+
 PAPER = "Wu et al., CVPR 2018"
-STAGES = ("conv1", "conv2", "conv3", "conv4", "conv5")
 READOUTS = (*STAGES, "kNN")
 # How a published row relates to what can be run here: its own method, a baseline that has a name
 # for --weights or --init, or another method, which is shown and not compared.

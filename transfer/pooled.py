@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.backbones import STAGES
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.features import Extractor, build_extractor, describe_network
+from instdisc.names import STAGES
 from instdisc.weights import Weights
 
 POOLED_DIM = 10_000

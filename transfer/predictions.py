@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from instdisc.cli import UserError
 from instdisc.dist import Process, gather_by_index
+from instdisc.errors import UserError
 from instdisc.loading import build_loader, sequential_plan
 from instdisc.metrics import top_k_accuracy
 from instdisc.run_log import progress

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from instdisc.backbones import STAGES
-from instdisc.cli import UserError
 from instdisc.data import ImageSet
 from instdisc.dist import broadcast_flag
+from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, unreadable
 from instdisc.features import extract_features
 from instdisc.loading import Samples
+from instdisc.names import STAGES, Precision
 from instdisc.run_log import LOGGER
 from instdisc.runs import runs_root
 from instdisc.transforms import eval_transform, finetune_transform
-from transfer.config import LinearConfig, Precision
+from transfer.config import LinearConfig
 from transfer.linear_svm import Probes, ProbesOn
 from transfer.pooled import StageFeatures, pooled_extractor
 from transfer.task import Task

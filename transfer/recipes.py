@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from instdisc.locations import locate_data
+from instdisc.names import DATA_VARIABLE
 
 RecipeName = Literal["paper", "mmselfsup", "swav-1", "swav-10", "demo"]
 
@@ -29,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def is_demo(weights: str | None, data: str | None) -> bool:
     """Whether a transfer command with these arguments will work on the embedded images."""
-    if data is not None or os.environ.get("INSTDISC_DATA"):
+    if data is not None or os.environ.get(DATA_VARIABLE):
         return locate_data(data).is_demo
     if str(weights or "").partition(":")[0] in ("random", "data-init", "timm"):
         return True

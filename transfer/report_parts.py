@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from instdisc.names import STAGES
 from transfer import paper_numbers as paper
 from transfer.paper_numbers import Published
 from transfer.report_grids import Grid, Line, by_network, match_lines
@@ -30,7 +31,7 @@ def is_readout(entry: Entry) -> bool:
         return False
     if entry.task == "knn":
         return entry.family == PAPER_KNN
-    return entry.task == "linear" and entry.place in paper.STAGES and is_svm(entry.family)
+    return entry.task == "linear" and entry.place in STAGES and is_svm(entry.family)
 
 
 def is_standard(entry: Entry, but: str = "") -> bool:

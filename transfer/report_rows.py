@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.results import Result
 from transfer.paper_numbers import Kind
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.results import Result
 from instdisc.runs import read_jsonl
 from transfer.study_config import NOT_DECISIVE

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from instdisc.names import PAPER_DETECTORS, STAGES
 from transfer import paper_numbers as paper
 from transfer.paper_numbers import Published
 from transfer.report_grids import Grid, Line, by_network, match_lines
@@ -23,7 +24,6 @@ from transfer.report_parts import (
 )
 from transfer.report_rows import Entry
 
-PAPER_DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 DETECTOR_NAMES = {
     "alexnet": "Fast R-CNN, AlexNet",
     "vgg16": "Fast R-CNN, VGG16",
@@ -102,7 +102,7 @@ class Tables:
         grids: list[Grid] = []
         for family in sorted(families | {PAPER_SVM}, key=lambda f: (f != PAPER_SVM, f)):
             first = family == PAPER_SVM
-            columns = paper.READOUTS if first else paper.STAGES
+            columns = paper.READOUTS if first else STAGES
             wanted = {(e.task, e.family) for e in fits} & {
                 ("linear", family),
                 *([("knn", PAPER_KNN)] if first else []),
@@ -111,7 +111,7 @@ class Tables:
             networks = by_network(chosen, {f"{column} top-1": column for column in columns})
             rows = published if first else [row for row in published if row.kind != "other"]
             grid = Grid(slug if first else f"{slug}-{len(grids) + 1}", title, columns)
-            grid.protocols = dict.fromkeys(paper.STAGES, f"linear SVM, {family}")
+            grid.protocols = dict.fromkeys(STAGES, f"linear SVM, {family}")
             if first:
                 grid.protocols["kNN"] = PAPER_KNN
             else:

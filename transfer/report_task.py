@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.results import Result, check_results, repair_results, results_file
 from instdisc.runs import atomic_file, git_revision, runs_root, write_text
 from transfer.report_drawing import Drawing

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.results import Result, check_results, summarize
 from instdisc.run_log import LOGGER
 from instdisc.subsets import LabeledSubset, choose_labeled, hold_out, read_list

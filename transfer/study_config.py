@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.config import check, data_option, network_option, protocol_option, run_option
 
 TaskName = Literal["all", "knn", "retrieve", "linear", "semisup", "detect"]
@@ -16,12 +16,6 @@ NOT_DECISIVE = (
     *("data", "output", "resume", "overwrite", "device", "workers", "monitor_every"),
     *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement", "on_nan"),
 )
-DETECTORS = {
-    "alexnet": "fast_alexnet",
-    "vgg16": "fast_vgg16",
-    "resnet18": "faster_r18",
-    "resnet50": "faster_r50",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

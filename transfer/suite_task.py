@@ -13,14 +13,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from instdisc.cli import EXIT_INTERRUPTED, Interrupted, UserError
+from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
+from instdisc.names import DATA_VARIABLE, DETECTORS, VOC_VARIABLE
 from instdisc.results import config_hash
 from instdisc.runs import newest_backbone, runs_root, write_json
-from transfer.study_config import DETECTORS, SuiteConfig
+from transfer.study_config import SuiteConfig
 
 NAMED_KINDS = ("random", "data-init", "timm")  # networks that are no file
 # What else decides which images a task sees.
-ENVIRONMENT = ("INSTDISC_DATA", "DETECTRON2_DATASETS")
+ENVIRONMENT = (DATA_VARIABLE, VOC_VARIABLE)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from instdisc import dist
 from instdisc.amp import autocast, build_scaler
 from instdisc.checkpoint import load_last, save_checkpoint
-from instdisc.cli import UserError
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.loading import build_loader
 from instdisc.run_log import LOGGER, MetricsLog, StepBar
 from instdisc.schedules import step_decay

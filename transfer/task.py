@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from instdisc import dist
-from instdisc.cli import UserError, to_dict, volatile_fields
+from instdisc.cli import to_dict, volatile_fields
 from instdisc.data import ImageSet, Split, has_split, load_images
 from instdisc.dist import Process, init_process
+from instdisc.errors import UserError
 from instdisc.locations import DataLocation, locate_data
 from instdisc.locks import lock_folder
+from instdisc.names import DATA_VARIABLE
 from instdisc.results import Result, append_results, config_hash
 from instdisc.run_log import LOGGER, boxed, setup_logging
 from instdisc.runs import runs_root, write_json
@@ -190,7 +192,7 @@ def align_labels(images: ImageSet, classes: Sequence[str]) -> ImageSet:
 
 def find_location(named: str | None, weights: Weights) -> DataLocation:
     """The data that was named; else what the network was pretrained on; else the demo set."""
-    if named is not None or os.environ.get("INSTDISC_DATA") or weights.data is None:
+    if named is not None or os.environ.get(DATA_VARIABLE) or weights.data is None:
         return locate_data(named)
     return locate_data(weights.data, flag="--data is not given, and the pretraining data")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.export.contract import Source, load_source
 from instdisc.export.verify import CONVERTERS, TOLERANCE, Verification, verify_target

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from instdisc.backbones import Backbone, Embedding, restore_backbone
 from instdisc.checkpoint import load_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.transforms import InputSpec
 
 # The linear layers that transfer with AlexNet and VGG16, and the ReLU behind each.

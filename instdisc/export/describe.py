@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from instdisc.checkpoint import FORMAT, load_file, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 
 def _count(state: Mapping[str, Tensor]) -> str:

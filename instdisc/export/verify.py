@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from instdisc.backbones import STAGES
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_outputs
 from instdisc.export.to_detectron2 import save_detectron2, to_detectron2
 from instdisc.export.to_timm import load_timm, save_timm, to_timm
 from instdisc.export.to_torchvision import load_torchvision, save_torchvision, to_torchvision
+from instdisc.names import STAGES
 from instdisc.transforms import eval_transform
 
 TOLERANCE = 1e-4

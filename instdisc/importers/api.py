@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.dialect_table import FORMATS
 from instdisc.importers.foreign_files import MALFORMED, ForeignFile, read_foreign
 from instdisc.importers.inputs import Overrides, check_detectron2, find_input

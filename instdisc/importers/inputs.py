@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from instdisc.backbones import Stem
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.dialects import Dialect
 from instdisc.importers.foreign_files import ForeignFile
 from instdisc.importers.recognition import Network
+from instdisc.names import Stem
 from instdisc.transforms import InputSpec
 
 # Writers of Detectron2 files whose networks see RGB and stride in the 3x3 convolutions: ours,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from instdisc.backbones import ARCHS, build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.dialect_table import BY_NAME, DIALECTS, FORMATS
 from instdisc.importers.dialects import Dialect
 from instdisc.importers.foreign_files import ForeignFile

@@ -4,8 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from instdisc.backbones import ARCHS, Stem
-from instdisc.cli import UserError
+from instdisc.backbones import ARCHS
+from instdisc.errors import UserError
+from instdisc.names import Stem
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Residual blocks per stage, whether they are bottlenecks -> depth.

@@ -33,8 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from PIL import Image
 
-from instdisc.cli import UserError, parse, to_dict
-from instdisc.failures import explain
+from instdisc.cli import parse, to_dict
+from instdisc.errors import UserError, explain
 from instdisc.results import Result, read_results
 from pretrain.config import PretrainConfig
 

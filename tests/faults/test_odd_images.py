@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instdisc.cli import UserError
 from instdisc.data import ImageSet, find_bad_images, read_folder
+from instdisc.errors import UserError
 from instdisc.loading import Samples
 from instdisc.transforms import InputSpec, pretrain_transform
 

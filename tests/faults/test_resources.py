@@ -21,7 +21,7 @@ from PIL import Image
 
 from instdisc.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.checkpoint import load_checkpoint, load_last, previous_of, save_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec
 from pretrain.run import main as pretrain_main

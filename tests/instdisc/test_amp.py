@@ -8,7 +8,7 @@ import torch
 
 from instdisc.amp import autocast, build_scaler, check_amp
 from instdisc.backbones import build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -6,16 +6,10 @@ import pytest
 import torch
 import torchvision
 
-from instdisc.backbones import (
-    ARCHS,
-    STAGES,
-    Backbone,
-    Embedding,
-    backbone_payload,
-    build_backbone,
-)
+from instdisc.backbones import ARCHS, Backbone, Embedding, backbone_payload, build_backbone
 from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.names import STAGES
 from instdisc.transforms import InputSpec
 from instdisc.weights import load_backbone
 

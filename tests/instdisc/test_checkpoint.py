@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instdisc.checkpoint import load_checkpoint, save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:

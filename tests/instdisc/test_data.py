@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instdisc.cli import UserError
 from instdisc.data import find_bad_images, has_split, load_images, random_subset, read_folder
+from instdisc.errors import UserError
 from instdisc.locations import DataLocation
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from sklearn.neighbors import KNeighborsClassifier
 
 from instdisc import demo
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 GOLDEN = "c7bb4e6949af3c210f7d96245a933a037a89e527d20dcbfb238e890d32bcc6c5"
 PROBES = [("train", "star", 0), ("val", "star", 0), ("train", "ring", 7), ("train", "dots", 199)]

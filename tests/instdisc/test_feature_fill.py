@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from instdisc import dist, feature_store
-from instdisc.cli import Interrupted, UserError
 from instdisc.data import read_folder
 from instdisc.dist import Process, init_process
+from instdisc.errors import Interrupted, UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures
 from instdisc.features import Extractor
 from instdisc.transforms import InputSpec

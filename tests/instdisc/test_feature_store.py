@@ -14,11 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from instdisc import feature_store
-from instdisc.cli import UserError
 from instdisc.data import ImageSet, read_folder
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures
 from instdisc.features import Extractor, extract_features
+from instdisc.names import Precision
 from instdisc.transforms import InputSpec
 
 SPEC = InputSpec(size=16, crop_ratio=1.0)
@@ -57,7 +58,7 @@ def load(
     weights: str = "w",
     spec: InputSpec = SPEC,
     what: str = "embedding",
-    precision: feature_store.Precision = "half",
+    precision: Precision = "half",
     batch_size: int = 2,
     skip_bad: bool = False,
 ) -> StoredFeatures:

@@ -12,9 +12,9 @@ from torch.nn.functional import normalize
 
 from instdisc import dist
 from instdisc.backbones import Embedding, build_backbone
-from instdisc.cli import UserError
 from instdisc.data import read_folder
 from instdisc.dist import Process, init_process
+from instdisc.errors import UserError
 from instdisc.features import build_extractor, default_features, extract_features
 from instdisc.seed import seeded
 from instdisc.transforms import InputSpec, eval_transform

@@ -15,7 +15,7 @@ from instdisc.checkpoint import (
     remove_checkpoints,
     save_checkpoint,
 )
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.run_log import LOGGER
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.locations import locate_data
 
 

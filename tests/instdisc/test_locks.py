@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from instdisc import locks
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.locks import NAME, empty_folder, lock_folder
 
 HOLD = """

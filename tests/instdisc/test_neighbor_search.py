@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.neighbor_search import plan_search, search_group
 from instdisc.neighbors import THREAD_ROWS, top_k
 from instdisc.shortlist import BLOCK, GroupSearch, SearchPlan

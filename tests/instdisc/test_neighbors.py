@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.exact_similarity import num_bits
 from instdisc.neighbors import _add_votes, classify, merge_top_k, rank_classes, top_k, vote
 

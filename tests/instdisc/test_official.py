@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from instdisc import official
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.results import (
     Result,
     append_results,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from instdisc import runs
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from instdisc.loading import build_loader
-from instdisc.signals import STOP_SIGNALS, StopSignal
+from instdisc.names import STOP_SIGNALS
+from instdisc.signals import StopSignal
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from instdisc.cli import UserError
 from instdisc.data import ImageSet, load_images, read_folder
+from instdisc.errors import UserError
 from instdisc.locations import locate_data
-from instdisc.subsets import LabeledSubset, SubsetMode, choose_labeled, hold_out, read_list
+from instdisc.names import SubsetMode
+from instdisc.subsets import LabeledSubset, choose_labeled, hold_out, read_list
 
 FRACTIONS = (0.01, 0.02, 0.04, 0.1, 0.2, 0.5, 1.0)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import instdisc
-from instdisc.backbones import STAGES, Embedding, backbone_payload, build_backbone
+from instdisc.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.names import STAGES
 from instdisc.transforms import InputSpec
 from instdisc.weights import open_weights
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import UserError
 from instdisc.dist import init_process
+from instdisc.errors import UserError
 from instdisc.runs import read_jsonl
 
 # Processes that start torch take seconds each.

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from instdisc.checkpoint import load_checkpoint, save_checkpoint
-from instdisc.cli import Interrupted, UserError, to_dict
+from instdisc.cli import to_dict
+from instdisc.errors import Interrupted, UserError
 from instdisc.runs import read_jsonl
 from instdisc.weights import load_backbone
 from pretrain.config import PretrainConfig

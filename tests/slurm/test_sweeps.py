@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from pretrain.config import PretrainConfig
 from slurm.estimate import count_states, describe_cost, draw_tree, estimate_hours
 from slurm.jobs import Job

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.backbones import STAGES, backbone_payload, build_backbone
+from instdisc.backbones import backbone_payload, build_backbone
 from instdisc.checkpoint import load_file, save_checkpoint
-from instdisc.cli import Interrupted, from_dict
+from instdisc.cli import from_dict
 from instdisc.data import ImageSet
+from instdisc.errors import Interrupted
+from instdisc.names import STAGES
 from instdisc.results import Result, read_results
 from instdisc.transforms import InputSpec
 from transfer.config import LinearConfig

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from instdisc.backbones import ARCHS, STAGES, build_backbone
-from instdisc.cli import UserError
+from instdisc.backbones import ARCHS, build_backbone
+from instdisc.errors import UserError
 from instdisc.features import build_extractor
+from instdisc.names import STAGES
 from instdisc.weights import open_weights
 from transfer.pooled import (
     NotFrozenError,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instdisc.cli import UserError
 from instdisc.data import read_folder
 from instdisc.dist import init_process
+from instdisc.errors import UserError
 from instdisc.features import extract_features
 from instdisc.results import read_results
 from instdisc.weights import open_weights

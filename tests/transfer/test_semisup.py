@@ -14,8 +14,9 @@ import torch
 
 from instdisc.backbones import backbone_payload, build_backbone
 from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError, from_dict
+from instdisc.cli import from_dict
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
 from instdisc.results import read_results, summarize
 from instdisc.runs import read_jsonl
 from instdisc.transforms import InputSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import EXIT_INTERRUPTED, UserError
+from instdisc.errors import EXIT_INTERRUPTED, UserError
 from instdisc.results import read_results
 from transfer import suite_task
 from transfer.study_config import SuiteConfig

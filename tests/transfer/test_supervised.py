@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import Interrupted, UserError
 from instdisc.dist import Process
+from instdisc.errors import Interrupted, UserError
 from instdisc.runs import read_jsonl
 from instdisc.seed import seeded
 from transfer.batches import EvenBatches

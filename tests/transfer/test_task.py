@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instdisc.cli import UserError, parse
+from instdisc.cli import parse
 from instdisc.data import ImageSet
+from instdisc.errors import UserError
 from instdisc.weights import open_weights
 from transfer.config import KnnConfig, RetrieveConfig
 from transfer.task import align_labels, find_location, joint_fingerprint, open_task

@@ -7,7 +7,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from instdisc.checkpoint import DamagedFile, load_file, set_aside, torch_file
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.runs import write_text
 
 KEPT = 2

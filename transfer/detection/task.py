@@ -12,8 +12,9 @@ from typing import Any
 from detectron2.config import CfgNode
 
 from instdisc import dist
-from instdisc.cli import UserError, to_dict, volatile_fields
+from instdisc.cli import to_dict, volatile_fields
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.locks import lock_folder
 from instdisc.results import Result, append_results, config_hash
 from instdisc.run_log import LOGGER

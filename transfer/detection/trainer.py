@@ -17,8 +17,8 @@ from fvcore.nn.precise_bn import get_bn_modules
 from torch.nn.parallel import DistributedDataParallel
 
 from instdisc import dist
-from instdisc.cli import UserError
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from instdisc.run_log import LOGGER, StepBar
 from instdisc.runs import read_jsonl, write_text
 from instdisc.seed import seed_global, seeded

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from instdisc.backbones import Backbone
 from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import detectron2_backbones  # noqa: F401 # registers AlexNet and VGG16
 from instdisc.export.bundle import REPORT, hash_file
 from instdisc.export.contract import Source

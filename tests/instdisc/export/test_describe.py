@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.describe import describe_checkpoint
 
 

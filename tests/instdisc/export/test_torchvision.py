@@ -3,7 +3,7 @@ import torch
 import torchvision
 
 from instdisc.backbones import build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.contract import Source
 from instdisc.export.to_torchvision import save_torchvision, to_torchvision, torchvision_name
 from instdisc.transforms import InputSpec

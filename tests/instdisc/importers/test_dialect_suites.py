@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.backbones import Embedding, build_backbone, restore_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import ImportReport, import_checkpoint
 from instdisc.importers.inputs import Overrides
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.backbones import Embedding, build_backbone, restore_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import FORMATS, import_checkpoint
 
 State = dict[str, Tensor]

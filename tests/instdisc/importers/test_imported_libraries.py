@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.backbones import Backbone, build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.contract import Source
 from instdisc.export.fold import fold_trunk
 from instdisc.export.to_detectron2 import save_detectron2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from instdisc.backbones import ARCHS, build_backbone, restore_backbone
 from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import FORMATS, describe, find_format, import_checkpoint
 from instdisc.importers.foreign_files import ForeignFile, read_foreign
 from instdisc.importers.inputs import Overrides

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from instdisc import dist
-from instdisc.cli import UserError
 from instdisc.dist import Process
+from instdisc.errors import UserError
 from transfer.detection.data import TrainingOrder, VocSource, load_voc_data
 from transfer.detection.evaluation import detect as detect_all
 from transfer.detection.recipe import adapt_to_weights, read_config

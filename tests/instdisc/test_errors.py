@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from instdisc.failures import explain
+from instdisc.errors import explain
 
 WORKER = (
     "Caught MemoryError in DataLoader worker process 0.\nOriginal Traceback:\n  x\nMemoryError: {}"

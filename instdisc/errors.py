@@ -1,8 +1,19 @@
-"""Errors of the machine that the user can mend, each as one line. Imports no torch."""
+"""What ends a command: errors with a fix, interruptions, the machine's errors. Imports no torch."""
 
 import errno
 import re
 from collections.abc import Collection
+
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
+
+
+class UserError(ValueError):
+    """Something the user can mend; the message says how, the command exits with code 2."""
+
+
+class Interrupted(Exception):
+    """A signal ended the work, which is saved; the command exits with code 75: run it again."""
+
 
 MENDABLE = {
     errno.ENOSPC: "the disk is full: free some space, then run the same command again",
