@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
-from instdisc.names import DATA_VARIABLE, DETECTORS, VOC_VARIABLE
+from instdisc.names import DATA_VARIABLE, DETECTORS, STOP_SIGNALS, VOC_VARIABLE
 from instdisc.results import config_hash
 from instdisc.runs import newest_backbone, runs_root, write_json
 from transfer.study_config import SuiteConfig
@@ -22,7 +22,6 @@ from transfer.study_config import SuiteConfig
 NAMED_KINDS = ("random", "data-init", "timm")  # networks that are no file
 # What else decides which images a task sees.
 ENVIRONMENT = (DATA_VARIABLE, VOC_VARIABLE)
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from instdisc.errors import EXIT_INTERRUPTED, UserError
+from instdisc.names import STOP_SIGNALS
 from instdisc.results import read_results
 from transfer import suite_task
 from transfer.study_config import SuiteConfig
@@ -139,7 +139,8 @@ sys.exit(suite.main(["--weights", sys.argv[1], "--tasks", "knn", "--no-report"])
 """
 
 
-def test_a_signal_to_the_suite_reaches_the_task(network: Path) -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_the_suite_reaches_the_task(network: Path, number: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SUITE, str(network)],
         stdout=subprocess.PIPE,
@@ -151,7 +152,7 @@ def test_a_signal_to_the_suite_reaches_the_task(network: Path) -> None:
         while process.stdout.readline().strip() != "child":
             pass
         started = time.monotonic()
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(30) == EXIT_INTERRUPTED
         assert time.monotonic() - started < 20
 
