@@ -219,7 +219,7 @@ def main() -> None:
     args.data = args.data or (["clustered"] if args.quick else ["gaussian", "clustered"])
     if args.child:
         return run_child(args)
-    from instdisc.runs import provenance, write_json
+    from instdisc.runs.folders import provenance, write_json
 
     settings = ("n", "queries", "batch", "dim", "k", "threads")
     report: dict[str, Any] = {

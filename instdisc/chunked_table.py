@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instdisc.runs import atomic_file
+from instdisc.runs.folders import atomic_file
 
 CHECKSUM_BYTES = 8
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instdisc import dist
 from instdisc.chunked_table import ChunkedTable
-from instdisc.data import ImageSet
-from instdisc.dist import Process
 from instdisc.errors import Interrupted, UserError
 from instdisc.features import Extractor, iterate_features
-from instdisc.run_log import LOGGER
-from instdisc.signals import StopSignal
-from instdisc.transforms import InputSpec
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec
+from instdisc.runs.log import LOGGER
+from instdisc.runs.signals import StopSignal
+from instdisc.training import dist
+from instdisc.training.dist import Process
 
 SECONDS_BETWEEN_LINES = 30
 REMEDY = "remove or replace it, or pass --skip-bad-images"

@@ -31,17 +31,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc import dist
 from instdisc.chunked_table import ChunkedTable
-from instdisc.data import ImageSet
-from instdisc.dist import Process
 from instdisc.errors import UserError
 from instdisc.feature_fill import REMEDY, TableFiller
 from instdisc.features import Extractor
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec, eval_transform
 from instdisc.names import Precision
-from instdisc.run_log import LOGGER
-from instdisc.runs import runs_root, write_json
-from instdisc.transforms import InputSpec, eval_transform
+from instdisc.runs.folders import runs_root, write_json
+from instdisc.runs.log import LOGGER
+from instdisc.training import dist
+from instdisc.training.dist import Process
 
 FORMAT = 1
 CHUNK_ROWS = 256  # what an interruption can cost: a batch of the default size

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.data import ImageSet
-from instdisc.dist import Process, all_gather_rows, gather_by_index
 from instdisc.errors import UserError
-from instdisc.loading import Samples, build_loader, sequential_plan
+from instdisc.images.loading import Samples, build_loader, sequential_plan
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec, eval_transform
 from instdisc.names import STAGES
-from instdisc.run_log import progress
-from instdisc.transforms import InputSpec, eval_transform
-from instdisc.weights import Weights
+from instdisc.networks.weights import Weights
+from instdisc.runs.log import progress
+from instdisc.training.dist import Process, all_gather_rows, gather_by_index
 
 Model = nn.Module | Callable[[Tensor], Tensor]
 Batches = Sequence[Sequence[tuple[int, int]]]

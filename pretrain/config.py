@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from instdisc.cli import option
 from instdisc.errors import UserError
-from instdisc.locations import locate_data
+from instdisc.images.locations import locate_data
 from instdisc.names import ArchName, Stem
 
 ObjectiveName = Literal["parametric", "softmax", "nce", "sampled-softmax"]

@@ -5,13 +5,13 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from instdisc.backbones import Embedding
-from instdisc.data import ImageSet
-from instdisc.dist import Process
 from instdisc.features import extract_features
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec
 from instdisc.metrics import top_k_accuracy
 from instdisc.neighbors import classify
-from instdisc.transforms import InputSpec
+from instdisc.networks.backbones import Embedding
+from instdisc.training.dist import Process
 
 VOTE_TEMPERATURE = 0.07
 

@@ -158,7 +158,7 @@ def run_process(folder: Path, *, number: int, rank: int) -> None:
         os._exit(code)  # nothing that happens from here on may change the outcome
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        # Loops that have something to save listen for themselves (instdisc/signals.py).
+        # Loops that have something to save listen for themselves (instdisc/runs/signals.py).
         if os.getpid() == own:
             end(EXIT_INTERRUPTED, "stopped by a signal where there was nothing to save")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.runs import write_json
+from instdisc.runs.folders import write_json
 from slurm.arrays import Array
 from slurm.jobs import load_job, prepare_folder, save_job, write_submission
 from slurm.queue_state import ask

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from instdisc.errors import UserError
 from instdisc.names import DATA_VARIABLE, RUNS_VARIABLE, VOC_VARIABLE
-from instdisc.runs import make_private, runs_root, write_json
+from instdisc.runs.folders import make_private, runs_root, write_json
 
 State = Literal["waiting", "running", "interrupted", "done", "failed"]
 # What a run writes when it gets on; logs and configs are written by every attempt.

@@ -13,7 +13,7 @@ from typing import Any
 
 from instdisc.cli import option, run_command
 from instdisc.errors import UserError
-from instdisc.runs import read_jsonl
+from instdisc.runs.folders import read_jsonl
 from slurm.jobs import Job, jobs_root, load_job, read_status, read_submission
 from slurm.queue_state import find_state, read_queue
 

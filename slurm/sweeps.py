@@ -8,7 +8,7 @@ from typing import Literal
 from instdisc.cli import option
 from instdisc.errors import UserError
 from instdisc.names import ARCH_NAMES, PAPER_DETECTORS, ArchName
-from instdisc.runs import runs_root
+from instdisc.runs.folders import runs_root
 from slurm import scales
 from slurm.jobs import Job
 from slurm.tasks import TASKS

@@ -9,7 +9,7 @@ from typing import Any
 
 from instdisc.cli import parse_only
 from instdisc.errors import UserError
-from instdisc.runs import runs_root
+from instdisc.runs.folders import runs_root
 
 
 @dataclasses.dataclass(frozen=True)

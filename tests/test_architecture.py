@@ -17,17 +17,26 @@ from typing import NamedTuple
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+TORCH_FREE_RUNS = ("folders", "locks", "results", "signals")
 # What each package may import of the project's own.
 MAY_IMPORT = {
     "instdisc": ("instdisc",),
     "pretrain": ("pretrain", "instdisc"),
     "transfer": ("transfer", "instdisc", "detection_configs"),
     "detection_configs": ("detection_configs",),
-    "slurm": ("slurm", "instdisc.cli", "instdisc.errors", "instdisc.names", "instdisc.runs"),
+    "slurm": (
+        "slurm",
+        "instdisc.cli",
+        "instdisc.errors",
+        "instdisc.names",
+        *(f"instdisc.runs.{name}" for name in TORCH_FREE_RUNS),
+    ),
 }
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TORCH_FREE = re.compile(
-    r"instdisc/(cli|errors|names|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
+    r"instdisc/(cli|errors|names|images/(locations|demo))\.py"
+    rf"|instdisc/runs/({'|'.join(TORCH_FREE_RUNS)})\.py"
+    r"|(pretrain|transfer)/config\.py|slurm/.*\.py"
     r"|transfer/(study_config|paper_numbers|report\w*|suite\w*)\.py"
 )
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}
@@ -115,10 +124,11 @@ def within(name: str, *parents: str) -> bool:
 @rule(
     ("instdisc/a.py", "import pretrain", "import instdisc.cli"),
     ("instdisc/a.py", LAZY + "from transfer import knn", "import transferable"),
-    ("pretrain/a.py", "from transfer.knn import main", "from instdisc import runs"),
+    ("pretrain/a.py", "from transfer.knn import main", "from instdisc.runs import log"),
     ("transfer/a.py", "import_module('pretrain.run')", "import detection_configs"),
-    ("slurm/a.py", "from instdisc import data", "from instdisc import cli, runs"),
-    ("slurm/a.py", "import instdisc.runs_old", "from instdisc.runs import x"),
+    ("slurm/a.py", "from instdisc.images import sets", "from instdisc.runs import folders"),
+    ("slurm/a.py", "from instdisc.runs import log", "from instdisc import cli, errors, names"),
+    ("slurm/a.py", "import instdisc.runs.folders_old", "from instdisc.runs.folders import x"),
 )
 def packages_import_only_downwards(tree: Tree) -> Iterator[str]:
     """pretrain -> instdisc <- transfer -> detection_configs; slurm knows commands by name only."""

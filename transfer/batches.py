@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from instdisc.errors import UserError
-from instdisc.loading import epoch_order
-from instdisc.run_log import LOGGER
+from instdisc.images.loading import epoch_order
+from instdisc.runs.log import LOGGER
 
 
 @dataclasses.dataclass(frozen=True)

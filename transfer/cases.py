@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instdisc.data import ImageSet
+from instdisc.images.sets import ImageSet
 from transfer.gallery import Case, Picture, to_printable, to_thumbnail
 
 BEST = (

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.results import Result, Summary, summarize
-from instdisc.runs import atomic_file
+from instdisc.runs.folders import atomic_file
+from instdisc.runs.results import Result, Summary, summarize
 
 # Readable in print and by colour-blind readers (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

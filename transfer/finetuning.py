@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc import dist
-from instdisc.amp import check_amp
-from instdisc.backbones import Backbone, build_backbone
-from instdisc.checkpoint import remove_checkpoints, weights_hash
-from instdisc.data import ImageSet
-from instdisc.dist import Process
 from instdisc.errors import UserError
-from instdisc.loading import Samples
-from instdisc.results import config_hash
-from instdisc.run_log import LOGGER
-from instdisc.runs import write_json, write_text
-from instdisc.seed import seeded
-from instdisc.subsets import LabeledSubset
-from instdisc.transforms import InputSpec, eval_transform, finetune_transform
-from instdisc.weights import TimmBackbone, Weights, open_weights
+from instdisc.images.loading import Samples
+from instdisc.images.sets import ImageSet
+from instdisc.images.subsets import LabeledSubset
+from instdisc.images.transforms import InputSpec, eval_transform, finetune_transform
+from instdisc.networks.backbones import Backbone, build_backbone
+from instdisc.networks.weights import TimmBackbone, Weights, open_weights
+from instdisc.runs.checkpoint import remove_checkpoints, weights_hash
+from instdisc.runs.folders import write_json, write_text
+from instdisc.runs.log import LOGGER
+from instdisc.runs.results import config_hash
+from instdisc.training import dist
+from instdisc.training.amp import check_amp
+from instdisc.training.dist import Process
+from instdisc.training.seed import seeded
 from transfer.config import SemisupConfig
 from transfer.predictions import accuracy, predict
 from transfer.supervised import LoopSettings, Problem, SupervisedTrainer

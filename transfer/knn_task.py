@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from instdisc import dist
-from instdisc.checkpoint import load_checkpoint, weights_hash
-from instdisc.data import load_images, random_subset
 from instdisc.errors import UserError
 from instdisc.features import build_extractor, default_features
+from instdisc.images.sets import load_images, random_subset
 from instdisc.metrics import top_k_accuracy
 from instdisc.neighbors import classify
-from instdisc.results import Result
-from instdisc.run_log import LOGGER
+from instdisc.runs.checkpoint import load_checkpoint, weights_hash
+from instdisc.runs.log import LOGGER
+from instdisc.runs.results import Result
+from instdisc.training import dist
 from transfer.config import PAPER_NUM_NEIGHBORS, KnnConfig
 from transfer.labelled_rows import LabelledRows, build_store, load_rows, to_device
 from transfer.task import Task, open_task

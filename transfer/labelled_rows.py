@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc.data import ImageSet
 from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures, unreadable
 from instdisc.features import build_extractor
-from instdisc.run_log import LOGGER
+from instdisc.images.sets import ImageSet
+from instdisc.runs.log import LOGGER
 from transfer.config import KnnConfig, RetrieveConfig
 from transfer.task import Task
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from instdisc.checkpoint import remove_checkpoints
-from instdisc.data import ImageSet
 from instdisc.errors import UserError
-from instdisc.results import Result, config_hash
-from instdisc.run_log import LOGGER
-from instdisc.seed import generator
-from instdisc.subsets import hold_out
+from instdisc.images.sets import ImageSet
+from instdisc.images.subsets import hold_out
+from instdisc.runs.checkpoint import remove_checkpoints
+from instdisc.runs.log import LOGGER
+from instdisc.runs.results import Result, config_hash
+from instdisc.training.seed import generator
 from transfer.config import LinearConfig
 from transfer.linear_svm import LOSSES, Probes, Standardizer, fit_liblinear
 from transfer.pooled import StageFeatures

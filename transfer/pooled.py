@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from instdisc.errors import UserError
 from instdisc.features import Extractor, build_extractor, describe_network
 from instdisc.names import STAGES
-from instdisc.weights import Weights
+from instdisc.networks.weights import Weights
 
 POOLED_DIM = 10_000
 LARGEST_HALF = torch.finfo(torch.float16).max

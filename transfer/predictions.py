@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from instdisc.dist import Process, gather_by_index
 from instdisc.errors import UserError
-from instdisc.loading import build_loader, sequential_plan
+from instdisc.images.loading import build_loader, sequential_plan
 from instdisc.metrics import top_k_accuracy
-from instdisc.run_log import progress
+from instdisc.runs.log import progress
+from instdisc.training.dist import Process, gather_by_index
 from transfer.batches import keep_valid, to_device
 
 TOP = 5  # ranked classes that a prediction keeps

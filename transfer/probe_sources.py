@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from instdisc.data import ImageSet
-from instdisc.dist import broadcast_flag
 from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, unreadable
 from instdisc.features import extract_features
-from instdisc.loading import Samples
+from instdisc.images.loading import Samples
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import eval_transform, finetune_transform
 from instdisc.names import STAGES, Precision
-from instdisc.run_log import LOGGER
-from instdisc.runs import runs_root
-from instdisc.transforms import eval_transform, finetune_transform
+from instdisc.runs.folders import runs_root
+from instdisc.runs.log import LOGGER
+from instdisc.training.dist import broadcast_flag
 from transfer.config import LinearConfig
 from transfer.linear_svm import Probes, ProbesOn
 from transfer.pooled import StageFeatures, pooled_extractor

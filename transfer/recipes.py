@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from instdisc.locations import locate_data
+from instdisc.images.locations import locate_data
 from instdisc.names import DATA_VARIABLE
 
 RecipeName = Literal["paper", "mmselfsup", "swav-1", "swav-10", "demo"]
@@ -35,7 +35,7 @@ def is_demo(weights: str | None, data: str | None) -> bool:
     if str(weights or "").partition(":")[0] in ("random", "data-init", "timm"):
         return True
     # What a network was pretrained on is written in its file, which torch must read.
-    from instdisc.weights import open_weights
+    from instdisc.networks.weights import open_weights
 
     return open_weights(weights).data in (None, "demo")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.results import Result
+from instdisc.runs.results import Result
 from transfer.curve import curve_points, draw_lines
 from transfer.report_drawing import Draw, Drawing, render, shorten
 from transfer.report_runs import (

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.results import Result
+from instdisc.runs.results import Result
 from transfer.paper_numbers import Kind
 
 METRICS = {

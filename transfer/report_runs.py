@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.results import Result
-from instdisc.runs import read_jsonl
+from instdisc.runs.folders import read_jsonl
+from instdisc.runs.results import Result
 from transfer.study_config import NOT_DECISIVE
 
 SKIPPED = {"features", "demo-data", "report", "tensorboard", "export", "pictures", "inference"}

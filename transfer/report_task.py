@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instdisc.errors import UserError
-from instdisc.results import Result, check_results, repair_results, results_file
-from instdisc.runs import atomic_file, git_revision, runs_root, write_text
+from instdisc.runs.folders import atomic_file, git_revision, runs_root, write_text
+from instdisc.runs.results import Result, check_results, repair_results, results_file
 from transfer.report_drawing import Drawing
 from transfer.report_figures import draw_figures
 from transfer.report_grids import Grid

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
-from instdisc.runs import atomic_file
+from instdisc.runs.folders import atomic_file
 from transfer.gallery import Case, Gallery, Picture
 
 TILE, BORDER, GAP, MARGIN = 112, 5, 10, 24

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc import dist
-from instdisc.data import ImageSet, has_split
 from instdisc.features import build_extractor, default_features, extract_features
+from instdisc.images.sets import ImageSet, has_split
+from instdisc.images.tree import read_files, read_tree
 from instdisc.neighbors import top_k
-from instdisc.run_log import LOGGER
-from instdisc.runs import write_text
+from instdisc.runs.folders import write_text
+from instdisc.runs.log import LOGGER
+from instdisc.training import dist
 from transfer.cases import BEST, WORST, choose_cases, make_case
 from transfer.config import RetrieveConfig
 from transfer.gallery import Gallery, Section, to_printable
-from transfer.image_tree import read_files, read_tree
 from transfer.labelled_rows import LabelledRows, build_store, load_rows, to_device
 from transfer.retrieval_figure import save_figure
 from transfer.retrieval_page import render_page

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.results import Result, check_results, summarize
-from instdisc.run_log import LOGGER
-from instdisc.subsets import LabeledSubset, choose_labeled, hold_out, read_list
+from instdisc.images.subsets import LabeledSubset, choose_labeled, hold_out, read_list
+from instdisc.runs.log import LOGGER
+from instdisc.runs.results import Result, check_results, summarize
 from transfer.config import SemisupConfig
 from transfer.curve import draw_curve
 from transfer.finetuning import Trial, open_start, run_trial

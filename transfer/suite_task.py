@@ -15,8 +15,8 @@ from typing import Any
 
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
 from instdisc.names import DATA_VARIABLE, DETECTORS, STOP_SIGNALS, VOC_VARIABLE
-from instdisc.results import config_hash
-from instdisc.runs import newest_backbone, runs_root, write_json
+from instdisc.runs.folders import newest_backbone, runs_root, write_json
+from instdisc.runs.results import config_hash
 from transfer.study_config import SuiteConfig
 
 NAMED_KINDS = ("random", "data-init", "timm")  # networks that are no file
@@ -103,7 +103,7 @@ def _find_arch(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     # An imported file has no config.json beside it, and only torch can read it.
-    from instdisc.checkpoint import load_checkpoint
+    from instdisc.runs.checkpoint import load_checkpoint
 
     return str(load_checkpoint(path, "backbone")["arch"])
 

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from instdisc import dist
-from instdisc.amp import autocast, build_scaler
-from instdisc.checkpoint import load_last, save_checkpoint
-from instdisc.dist import Process
 from instdisc.errors import UserError
-from instdisc.loading import build_loader
-from instdisc.run_log import LOGGER, MetricsLog, StepBar
-from instdisc.schedules import step_decay
-from instdisc.seed import seed_global
-from instdisc.signals import StopSignal
+from instdisc.images.loading import build_loader
+from instdisc.runs.checkpoint import load_last, save_checkpoint
+from instdisc.runs.log import LOGGER, MetricsLog, StepBar
+from instdisc.runs.signals import StopSignal
+from instdisc.training import dist
+from instdisc.training.amp import autocast, build_scaler
+from instdisc.training.dist import Process
+from instdisc.training.schedules import step_decay
+from instdisc.training.seed import seed_global
 from transfer.batches import EvenBatches, keep_valid, to_device
 
 

@@ -24,8 +24,8 @@ from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_
 from instdisc.export.to_detectron2 import save_detectron2, to_detectron2
 from instdisc.export.to_timm import load_timm, save_timm, to_timm
 from instdisc.export.to_torchvision import load_torchvision, save_torchvision, to_torchvision
+from instdisc.images.transforms import eval_transform
 from instdisc.names import STAGES
-from instdisc.transforms import eval_transform
 
 TOLERANCE = 1e-4
 SMALLEST = 1e-3  # a stage below this is dead, and its rounding errors are no features

@@ -20,7 +20,7 @@ from instdisc.importers.foreign_files import MALFORMED, ForeignFile, read_foreig
 from instdisc.importers.inputs import Overrides, check_detectron2, find_input
 from instdisc.importers.plan import Plan, choose, find_format, make_plan, shown
 from instdisc.importers.stored_tensors import StoredTensor
-from instdisc.seed import seeded
+from instdisc.training.seed import seeded
 
 __all__ = ["FORMATS", "ImportReport", "describe", "find_format", "import_checkpoint"]
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from instdisc import dist, feature_store
-from instdisc.data import read_folder
-from instdisc.dist import Process, init_process
+from instdisc import feature_store
 from instdisc.errors import Interrupted, UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures
 from instdisc.features import Extractor
-from instdisc.transforms import InputSpec
+from instdisc.images.sets import read_folder
+from instdisc.images.transforms import InputSpec
+from instdisc.training import dist
+from instdisc.training.dist import Process, init_process
 
 SPEC = InputSpec(size=16, crop_ratio=1.0)
 WEIGHTS = torch.randn(3 * 16 * 16, 4, generator=torch.Generator().manual_seed(0))

@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor
 
 from instdisc import feature_store
-from instdisc.data import ImageSet, read_folder
-from instdisc.dist import Process
 from instdisc.errors import UserError
 from instdisc.feature_store import FeatureStore, StoredFeatures
 from instdisc.features import Extractor, extract_features
+from instdisc.images.sets import ImageSet, read_folder
+from instdisc.images.transforms import InputSpec
 from instdisc.names import Precision
-from instdisc.transforms import InputSpec
+from instdisc.training.dist import Process
 
 SPEC = InputSpec(size=16, crop_ratio=1.0)
 WEIGHTS = torch.randn(3 * 16 * 16, 4, generator=torch.Generator().manual_seed(0))

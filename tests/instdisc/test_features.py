@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from instdisc import dist
-from instdisc.backbones import Embedding, build_backbone
-from instdisc.data import read_folder
-from instdisc.dist import Process, init_process
 from instdisc.errors import UserError
 from instdisc.features import build_extractor, default_features, extract_features
-from instdisc.seed import seeded
-from instdisc.transforms import InputSpec, eval_transform
-from instdisc.weights import Weights
+from instdisc.images.sets import read_folder
+from instdisc.images.transforms import InputSpec, eval_transform
+from instdisc.networks.backbones import Embedding, build_backbone
+from instdisc.networks.weights import Weights
+from instdisc.training import dist
+from instdisc.training.dist import Process, init_process
+from instdisc.training.seed import seeded
 
 SPEC = InputSpec(size=64)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from instdisc.results import Result
+from instdisc.runs.results import Result
 
 FACTS: dict[str, Any] = {
     "arch": "resnet18", "objective": "nce", "num_negatives": 4096, "epochs": 200, "epoch": 200.0,

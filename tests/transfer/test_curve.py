@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from instdisc.results import Result
+from instdisc.runs.results import Result
 from transfer.curve import curve_points, draw_curve
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.checkpoint import weights_hash
-from instdisc.weights import open_weights
+from instdisc.networks.weights import open_weights
+from instdisc.runs.checkpoint import weights_hash
 from transfer.config import SemisupConfig
 from transfer.finetuning import open_start, reinitialized
 from transfer.semisup import main

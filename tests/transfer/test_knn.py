@@ -14,13 +14,13 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from instdisc import dist
-from instdisc.backbones import backbone_payload
-from instdisc.checkpoint import save_checkpoint
-from instdisc.data import random_subset, read_folder
 from instdisc.features import build_extractor, extract_features
-from instdisc.results import Result, read_results
-from instdisc.weights import open_weights
+from instdisc.images.sets import random_subset, read_folder
+from instdisc.networks.backbones import backbone_payload
+from instdisc.networks.weights import open_weights
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.results import Result, read_results
+from instdisc.training import dist
 from transfer.knn import main
 
 CPU = ["-j", "0", "--device", "cpu"]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from instdisc.checkpoint import save_checkpoint
 from instdisc.importers.api import import_checkpoint
 from instdisc.metrics import top_k_accuracy
 from instdisc.neighbors import classify
-from instdisc.results import read_results
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.results import read_results
 from transfer.knn import main
 
 # Top-1 with 20 neighbours on 500 training and 250 validation images, from their README.

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.backbones import backbone_payload, build_backbone
-from instdisc.checkpoint import load_file, save_checkpoint
 from instdisc.cli import from_dict
-from instdisc.data import ImageSet
 from instdisc.errors import Interrupted
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec
 from instdisc.names import STAGES
-from instdisc.results import Result, read_results
-from instdisc.transforms import InputSpec
+from instdisc.networks.backbones import backbone_payload, build_backbone
+from instdisc.runs.checkpoint import load_file, save_checkpoint
+from instdisc.runs.results import Result, read_results
 from transfer.config import LinearConfig
 from transfer.knn import main as knn
 from transfer.linear import main

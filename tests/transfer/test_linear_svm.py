@@ -10,7 +10,7 @@ from sklearn.svm import LinearSVC
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from instdisc.dist import Process
+from instdisc.training.dist import Process
 from transfer.linear_svm import (
     LOSSES,
     Probes,

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from instdisc.backbones import ARCHS, build_backbone
 from instdisc.errors import UserError
 from instdisc.features import build_extractor
 from instdisc.names import STAGES
-from instdisc.weights import open_weights
+from instdisc.networks.backbones import ARCHS, build_backbone
+from instdisc.networks.weights import open_weights
 from transfer.pooled import (
     NotFrozenError,
     PooledExtractor,

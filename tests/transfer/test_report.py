@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from instdisc.results import Result, append_results, results_file
+from instdisc.runs.results import Result, append_results, results_file
 from transfer import paper_numbers
 from transfer.report import main
 from transfer.report_grids import DASH, Grid, show_rows
@@ -414,7 +414,7 @@ def test_browser_shows_the_report_without_complaint(
 
 
 def test_rows_of_a_real_task_reach_the_report(tiny_network: Path, image_tree: Path) -> None:
-    from instdisc.results import read_results
+    from instdisc.runs.results import read_results
     from transfer.knn import main as knn
 
     assert knn(["--k", "5", "-j", "0", "--device", "cpu"]) == 0

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instdisc.data import read_folder
-from instdisc.dist import init_process
 from instdisc.errors import UserError
 from instdisc.features import extract_features
-from instdisc.results import read_results
-from instdisc.weights import open_weights
+from instdisc.images.sets import read_folder
+from instdisc.images.tree import read_files, read_tree
+from instdisc.networks.weights import open_weights
+from instdisc.runs.results import read_results
+from instdisc.training.dist import init_process
 from transfer.cases import choose_cases
 from transfer.gallery import to_printable
-from transfer.image_tree import read_files, read_tree
 from transfer.retrieve import main
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.backbones import backbone_payload, build_backbone
-from instdisc.checkpoint import save_checkpoint
 from instdisc.cli import from_dict
-from instdisc.data import ImageSet
 from instdisc.errors import UserError
-from instdisc.results import read_results, summarize
-from instdisc.runs import read_jsonl
-from instdisc.transforms import InputSpec
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import backbone_payload, build_backbone
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.folders import read_jsonl
+from instdisc.runs.results import read_results, summarize
 from transfer.config import SemisupConfig
 from transfer.semisup_task import run_semisup
 from transfer.supervised import SupervisedTrainer

@@ -11,7 +11,7 @@ import pytest
 
 from instdisc.errors import EXIT_INTERRUPTED, UserError
 from instdisc.names import STOP_SIGNALS
-from instdisc.results import read_results
+from instdisc.runs.results import read_results
 from transfer import suite_task
 from transfer.study_config import SuiteConfig
 from transfer.suite import main

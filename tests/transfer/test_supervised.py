@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from instdisc.checkpoint import load_checkpoint
-from instdisc.dist import Process
 from instdisc.errors import Interrupted, UserError
-from instdisc.runs import read_jsonl
-from instdisc.seed import seeded
+from instdisc.runs.checkpoint import load_checkpoint
+from instdisc.runs.folders import read_jsonl
+from instdisc.training.dist import Process
+from instdisc.training.seed import seeded
 from transfer.batches import EvenBatches
 from transfer.predictions import accuracy, predict
 from transfer.supervised import LoopSettings, Problem, SupervisedTrainer

@@ -16,12 +16,12 @@ from detectron2.data.detection_utils import SizeMismatchError
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from instdisc.demo import write_detection
 from instdisc.errors import UserError
-from instdisc.loading import build_loader, epoch_order
+from instdisc.images.demo import write_detection
+from instdisc.images.loading import build_loader, epoch_order
 from instdisc.names import VOC_VARIABLE
-from instdisc.runs import runs_root
-from instdisc.seed import derive_seed
+from instdisc.runs.folders import runs_root
+from instdisc.training.seed import derive_seed
 from transfer.detection.proposal_files import Proposals, read_proposals
 from transfer.detection.proposals import check_proposals, make_proposals, proposal_file
 from transfer.detection.voc import VocSplit, find_class_names, fingerprint, read_voc
