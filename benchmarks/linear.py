@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
 from instdisc.images.subsets import choose_labeled
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist

@@ -60,8 +60,8 @@ def bare_product(bank: Any, k: int) -> Search:
 
 
 def ours(bank: Any, k: int) -> Search:
-    """`instdisc.neighbors.top_k` with its default budget."""
-    from instdisc.neighbors import top_k
+    """`instdisc.neighbors.vote.top_k` with its default budget."""
+    from instdisc.neighbors.vote import top_k
 
     return lambda queries: top_k(queries, bank, num_neighbors=k)[1]
 

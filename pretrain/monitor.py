@@ -5,11 +5,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec
-from instdisc.metrics import top_k_accuracy
-from instdisc.neighbors import classify
+from instdisc.neighbors.vote import classify, top_k_accuracy
 from instdisc.networks.backbones import Embedding
 from instdisc.training.dist import Process
 

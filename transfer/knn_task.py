@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.features import build_extractor, default_features
+from instdisc.features.extract import build_extractor, default_features
 from instdisc.images.sets import load_images, random_subset
-from instdisc.metrics import top_k_accuracy
-from instdisc.neighbors import classify
+from instdisc.neighbors.vote import classify, top_k_accuracy
 from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import Result

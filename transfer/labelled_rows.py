@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.feature_store import FeatureStore, StoredFeatures, unreadable
-from instdisc.features import build_extractor
+from instdisc.features.extract import build_extractor
+from instdisc.features.store import FeatureStore, StoredFeatures, unreadable
 from instdisc.images.sets import ImageSet
 from instdisc.runs.log import LOGGER
 from transfer.config import KnnConfig, RetrieveConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.errors import UserError
-from instdisc.features import Extractor, build_extractor, describe_network
+from instdisc.features.extract import Extractor, build_extractor, describe_network
 from instdisc.names import STAGES
 from instdisc.networks.weights import Weights
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from instdisc.errors import UserError
 from instdisc.images.loading import build_loader, sequential_plan
-from instdisc.metrics import top_k_accuracy
+from instdisc.neighbors.vote import top_k_accuracy
 from instdisc.runs.log import progress
 from instdisc.training.dist import Process, gather_by_index
 from transfer.batches import keep_valid, to_device

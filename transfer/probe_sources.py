@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from instdisc.errors import UserError
-from instdisc.feature_store import FeatureStore, unreadable
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
+from instdisc.features.store import FeatureStore, unreadable
 from instdisc.images.loading import Samples
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import eval_transform, finetune_transform

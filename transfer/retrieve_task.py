@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc.features import build_extractor, default_features, extract_features
+from instdisc.features.extract import build_extractor, default_features, extract_features
 from instdisc.images.sets import ImageSet, has_split
 from instdisc.images.tree import read_files, read_tree
-from instdisc.neighbors import top_k
+from instdisc.neighbors.vote import top_k
 from instdisc.runs.folders import write_text
 from instdisc.runs.log import LOGGER
 from instdisc.training import dist

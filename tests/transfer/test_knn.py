@@ -14,7 +14,7 @@ import pytest
 import torch
 from sklearn.neighbors import KNeighborsClassifier
 
-from instdisc.features import build_extractor, extract_features
+from instdisc.features.extract import build_extractor, extract_features
 from instdisc.images.sets import random_subset, read_folder
 from instdisc.networks.backbones import backbone_payload
 from instdisc.networks.weights import open_weights

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from instdisc.importers.api import import_checkpoint
-from instdisc.metrics import top_k_accuracy
-from instdisc.neighbors import classify
+from instdisc.neighbors.vote import classify, top_k_accuracy
 from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.runs.results import read_results
 from transfer.knn import main

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instdisc.errors import UserError
-from instdisc.features import build_extractor
+from instdisc.features.extract import build_extractor
 from instdisc.names import STAGES
 from instdisc.networks.backbones import ARCHS, build_backbone
 from instdisc.networks.weights import open_weights

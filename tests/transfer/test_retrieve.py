@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from instdisc.errors import UserError
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
 from instdisc.images.sets import read_folder
 from instdisc.images.tree import read_files, read_tree
 from instdisc.networks.weights import open_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
 from instdisc.images.sets import read_folder
 from instdisc.images.transforms import InputSpec
 from instdisc.training import dist
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from instdisc.training import dist
 from instdisc.images.sets import read_folder
-from instdisc.features import extract_features
+from instdisc.features.extract import extract_features
 from instdisc.images.transforms import InputSpec
 
 data, out = map(Path, sys.argv[1:])

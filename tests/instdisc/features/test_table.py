@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instdisc.chunked_table import ChunkedTable
+from instdisc.features.table import ChunkedTable
 
 HALF = np.dtype("<f2")
 

@@ -11,8 +11,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.exact_similarity import num_bits
-from instdisc.neighbors import _add_votes, classify, merge_top_k, rank_classes, top_k, vote
+from instdisc.neighbors.fixed_point import num_bits
+from instdisc.neighbors.vote import _add_votes, classify, merge_top_k, rank_classes, top_k, vote
 
 
 def unit_rows(num_rows: int, dim: int, seed: int = 0) -> Tensor:

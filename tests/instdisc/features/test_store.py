@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from instdisc import feature_store
 from instdisc.errors import UserError
-from instdisc.feature_store import FeatureStore, StoredFeatures
-from instdisc.features import Extractor, extract_features
+from instdisc.features import store as feature_store
+from instdisc.features.extract import Extractor, extract_features
+from instdisc.features.store import FeatureStore, StoredFeatures
 from instdisc.images.sets import ImageSet, read_folder
 from instdisc.images.transforms import InputSpec
 from instdisc.names import Precision

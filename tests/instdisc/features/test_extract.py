@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import normalize
 
 from instdisc.errors import UserError
-from instdisc.features import build_extractor, default_features, extract_features
+from instdisc.features.extract import build_extractor, default_features, extract_features
 from instdisc.images.sets import read_folder
 from instdisc.images.transforms import InputSpec, eval_transform
 from instdisc.networks.backbones import Embedding, build_backbone

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from instdisc import feature_store
 from instdisc.errors import Interrupted, UserError
-from instdisc.feature_store import FeatureStore, StoredFeatures
-from instdisc.features import Extractor
+from instdisc.features import store as feature_store
+from instdisc.features.extract import Extractor
+from instdisc.features.store import FeatureStore, StoredFeatures
 from instdisc.images.sets import read_folder
 from instdisc.images.transforms import InputSpec
 from instdisc.training import dist

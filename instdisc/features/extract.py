@@ -1,7 +1,7 @@
 """A model over a data set: which features there are, and their values in the order of the images.
 
 `extract_features` keeps them in memory, for a network that is still being trained; for one that is
-finished, `instdisc.feature_store` computes them once and keeps them on disk.
+finished, `instdisc.features.store` computes them once and keeps them on disk.
 """
 
 import dataclasses

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.neighbor_search import plan_search, search_group
-from instdisc.neighbors import THREAD_ROWS, top_k
-from instdisc.shortlist import BLOCK, GroupSearch, SearchPlan
+from instdisc.neighbors.search import BLOCK, GroupSearch, SearchPlan, plan_search, search_group
+from instdisc.neighbors.vote import THREAD_ROWS, top_k
 
 TASKS = Path("/proc/self/task")
 BUDGETS = (1 << 18, 3 << 17, 1 << 19, 1 << 20, 3 << 20, 128 << 20)
@@ -85,7 +84,7 @@ def test_a_wrong_guess_is_searched_again(
         runs.append(guess)
         return search_group(*args, guess=guess, **options)
 
-    monkeypatch.setattr("instdisc.neighbors.search_group", spy)
+    monkeypatch.setattr("instdisc.neighbors.vote.search_group", spy)
     got = search(queries, bank, num_neighbors=20)
     assert runs == [True, False]
     assert_same(got, want)
@@ -166,7 +165,7 @@ def test_threads_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         plans.append((num_searches, plan.num_bytes))
         return search_group(*args, num_searches=num_searches, plan=plan, **options)
 
-    monkeypatch.setattr("instdisc.neighbors.search_group", spy)
+    monkeypatch.setattr("instdisc.neighbors.vote.search_group", spy)
     queries, bank = unit_rows(8, 8, seed=1), unit_rows(2 * THREAD_ROWS, 8)
     for budget, k, want in ((1 << 20, 20, 1), (72 << 20, 20, 2), (72 << 20, len(bank), 1)):
         plans.clear()

@@ -2,7 +2,7 @@
 
 Rows are compared as they are: give unit rows and a dot product is the cosine similarity. Every
 answer is the same, bit for bit, under every memory budget, number of threads and sharding of the
-bank (`instdisc.exact_similarity` says how). No state is kept between calls.
+bank (`instdisc.neighbors.fixed_point` says how). No state is kept between calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.exact_similarity import KEY_ROWS, from_keys, longest_row, to_keys
-from instdisc.neighbor_search import Everywhere, plan_search, search_group
+from instdisc.neighbors.fixed_point import KEY_ROWS, from_keys, longest_row, to_keys
+from instdisc.neighbors.search import Everywhere, plan_search, search_group
 
 DEFAULT_BUDGET_BYTES = 192 << 20
 # What a thread of its own is worth having for: bank rows, and memory besides 1 KB a neighbour.
@@ -272,3 +272,18 @@ def _check_search(queries: Tensor, bank: Tensor, num_neighbors: int, offset: int
         )
     if offset < 0 or offset + len(bank) > KEY_ROWS:
         raise UserError(f"bank rows up to {offset + len(bank)}: indices must lie in 0 to 2**32 - 1")
+
+
+# Accuracy from ranked predictions.
+
+
+def top_k_accuracy(predictions: Tensor, labels: Tensor, k: int) -> float:
+    """Percentage of rows whose label is among the first k predictions.
+
+    Args:
+        predictions: class indices, best first, `(Q, P)`; with fewer than k columns all count.
+        labels: true classes, `(Q,)`.
+        k: how many predictions count.
+    """
+    hits = (predictions[:, :k] == labels[:, None]).any(dim=1)
+    return 100.0 * hits.to(torch.float64).mean().item()
