@@ -27,7 +27,7 @@ from instdisc.images.subsets import choose_labeled
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist
 from transfer.config import LinearConfig
-from transfer.linear_task import LinearProbing
+from transfer.probing.linear import LinearProbing
 from transfer.task import open_task
 
 

@@ -37,7 +37,7 @@ TORCH_FREE = re.compile(
     r"instdisc/(cli|errors|names|images/(locations|demo))\.py"
     rf"|instdisc/runs/({'|'.join(TORCH_FREE_RUNS)})\.py"
     r"|(pretrain|transfer)/config\.py|slurm/.*\.py"
-    r"|transfer/(study_config|paper_numbers|report\w*|suite\w*)\.py"
+    r"|transfer/(report|suite|reporting/\w+|suites/\w+|finetuning/recipes)\.py"
 )
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}
 MAY_UNPICKLE: set[str] = set()  # paths; each needs a reason

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from instdisc.cli import option
 from instdisc.errors import UserError
 from instdisc.names import STAGES, Precision, SubsetMode
-from transfer.recipes import RecipeName, finetune_defaults
+from transfer.finetuning.recipes import RecipeName, finetune_defaults
 
 INIT = re.compile(r"pretrained|scratch|supervised:.+")
 PAPER_NUM_NEIGHBORS = 200  # section 3.4: k of the weighted kNN

@@ -25,7 +25,7 @@ from instdisc.runs.results import Result, append_results, config_hash
 from instdisc.training import dist
 from instdisc.training.dist import Process, init_process
 from transfer.config import TransferConfig
-from transfer.study_config import NOT_DECISIVE
+from transfer.suites.settings import NOT_DECISIVE
 
 # Commands that keep what is half done in their folder, and must have it to themselves.
 EXCLUSIVE = ("semisup", "linear")

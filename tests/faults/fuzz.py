@@ -273,8 +273,8 @@ def proposals(folder: Path) -> Kind:
 
 def results(folder: Path) -> Kind:
     """results.jsonl, read and put into the report's tables."""
-    from transfer.report_page import render_report
-    from transfer.report_task import build_sections
+    from transfer.reporting.page import render_report
+    from transfer.reporting.report import build_sections
 
     def row(task: str, protocol: str, metric: str, **details: Any) -> dict[str, Any]:
         result = Result(
