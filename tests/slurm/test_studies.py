@@ -7,10 +7,17 @@ import pytest
 
 from instdisc.errors import UserError
 from pretrain.config import PretrainConfig
-from slurm.estimate import count_states, describe_cost, draw_tree, estimate_hours
 from slurm.jobs import Job
 from slurm.resources import Resources
-from slurm.sweeps import BUILDERS, StudyConfig, build_study
+from slurm.studies import (
+    BUILDERS,
+    StudyConfig,
+    build_study,
+    count_states,
+    describe_cost,
+    draw_tree,
+    estimate_hours,
+)
 from slurm.tasks import TASKS, check_arguments, run_folder
 
 
