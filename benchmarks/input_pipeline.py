@@ -24,11 +24,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from instdisc import demo
-from instdisc.data import ImageSet
-from instdisc.loading import Samples
-from instdisc.runs import provenance, write_json
-from instdisc.transforms import InputSpec, Transform, pretrain_transform
+from instdisc.images import demo
+from instdisc.images.loading import Samples
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec, Transform, pretrain_transform
+from instdisc.runs.folders import provenance, write_json
 
 VOC = Path(__file__).resolve().parents[2] / "shared" / "data" / "voc2007-mini"
 

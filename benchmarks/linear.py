@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from instdisc import dist
-from instdisc.features import extract_features
-from instdisc.runs import provenance, write_json
-from instdisc.subsets import choose_labeled
+from instdisc.features.extract import extract_features
+from instdisc.images.subsets import choose_labeled
+from instdisc.runs.folders import provenance, write_json
+from instdisc.training import dist
 from transfer.config import LinearConfig
-from transfer.linear_task import LinearProbing
+from transfer.probing.linear import LinearProbing
 from transfer.task import open_task
 
 

@@ -60,8 +60,8 @@ def bare_product(bank: Any, k: int) -> Search:
 
 
 def ours(bank: Any, k: int) -> Search:
-    """`instdisc.neighbors.top_k` with its default budget."""
-    from instdisc.neighbors import top_k
+    """`instdisc.neighbors.vote.top_k` with its default budget."""
+    from instdisc.neighbors.vote import top_k
 
     return lambda queries: top_k(queries, bank, num_neighbors=k)[1]
 
@@ -219,7 +219,7 @@ def main() -> None:
     args.data = args.data or (["clustered"] if args.quick else ["gaussian", "clustered"])
     if args.child:
         return run_child(args)
-    from instdisc.runs import provenance, write_json
+    from instdisc.runs.folders import provenance, write_json
 
     settings = ("n", "queries", "batch", "dim", "k", "threads")
     report: dict[str, Any] = {

@@ -226,7 +226,7 @@ def main() -> None:
         n, *method = json.loads(args.child)
         print(json.dumps(measure_memory(n, method[0], args) if method else measure_times(n, args)))
         return
-    from instdisc.runs import provenance, write_json
+    from instdisc.runs.folders import provenance, write_json
 
     keys = ("batch", "dim", "negatives", "threads", "rounds")
     report: dict[str, Any] = {"settings": {key: getattr(args, key) for key in keys}, "sizes": {}}

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc import dist
-from instdisc.data import ImageSet
-from instdisc.loading import BatchPlan, Samples, build_loader
-from instdisc.runs import provenance, write_json
-from instdisc.transforms import pretrain_transform
+from instdisc.images.loading import BatchPlan, Samples, build_loader
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import pretrain_transform
+from instdisc.runs.folders import provenance, write_json
+from instdisc.training import dist
 from pretrain.config import PretrainConfig
 from pretrain.memory_bank import MemoryBank
 from pretrain.session import Session

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from instdisc import dist
-from instdisc.runs import provenance, write_json
+from instdisc.runs.folders import provenance, write_json
+from instdisc.training import dist
 from pretrain import objectives
 from pretrain.memory_bank import MemoryBank, initial_rows
 from pretrain.negatives import draw_noise

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import sys
 import types
@@ -19,23 +20,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from instdisc import streams
-from instdisc.failures import explain
+from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError, explain
 
 PACKAGES = ("instdisc", "pretrain", "transfer", "slurm", "detection_configs")
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 INSTALL = "run `make setup`, or see README.md, section Install"
 
 Config = TypeVar("Config")
 _PARSED: ContextVar[list[Any] | None] = ContextVar("parsed", default=None)
-
-
-class UserError(ValueError):
-    """Something the user can mend; the message says how, the command exits with code 2."""
-
-
-class Interrupted(Exception):
-    """A signal ended the work, which is saved; the command exits with code 75: run it again."""
 
 
 def option(
@@ -272,8 +263,8 @@ def run_command(
         return 2
 
     if _script().parent.name in PACKAGES:
-        streams.use_utf8()
-    streams.open_streams()
+        use_utf8()
+    open_streams()
     try:
         check_provenance()
         config = parse(config_type, argv, prog=prog, description=description, epilog=epilog)
@@ -298,3 +289,32 @@ def run_command(
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
         return 130
+
+
+# What a command needs of the process it is in: UTF-8, and streams that can be used.
+
+
+def use_utf8() -> None:
+    """Starts the process again in Python's UTF-8 mode where the locale is something else.
+
+    Names of files would otherwise be other strings than under UTF-8, and with them the fingerprint
+    of the data and all that is written about it; it cannot be changed once Python runs.
+    """
+    if sys.getfilesystemencoding() == "utf-8" or not sys.executable:
+        return
+    os.environ["PYTHONUTF8"] = "1"  # for the processes that this one starts
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def open_streams() -> None:
+    """Makes all three streams usable, whatever the caller has closed or encodes them in."""
+    if sys.stdin is None:
+        # Else the next file that is opened gets the number 0, and any child would read from it.
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")  # noqa: SIM115 (kept)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None and getattr(stream, "errors", "") == "strict":
+            reconfigure(errors="backslashreplace")  # no run dies of a letter

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import UserError, option
-from instdisc.locations import locate_data
+from instdisc.cli import option
+from instdisc.errors import UserError
+from instdisc.images.locations import locate_data
+from instdisc.names import ArchName, Stem
 
-ArchName = Literal["alexnet", "vgg16", "resnet18", "resnet50"]
 ObjectiveName = Literal["parametric", "softmax", "nce", "sampled-softmax"]
 
 # One kind of option per heading of --help.
@@ -69,9 +70,7 @@ class PretrainConfig:
     """One pretraining run."""
 
     arch: ArchName = _model("resnet50", "backbone; the paper reports all four", aliases=["-a"])
-    stem: Literal["imagenet", "small"] = _model(
-        "imagenet", "first layers: for 224 pixels, or 3x3 without pooling for 32"
-    )
+    stem: Stem = _model("imagenet", "first layers: for 224 pixels, or 3x3 without pooling for 32")
     embedding_dim: int = _model(
         128,
         "size of the L2-normalised output; 128 is the paper's trade-off",

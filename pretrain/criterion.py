@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from instdisc.seed import generator
+from instdisc.training.seed import generator
 from pretrain import objectives
 from pretrain.config import PretrainConfig, parse_normalizer
 from pretrain.memory_bank import MemoryBank

@@ -7,9 +7,10 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from instdisc.cli import UserError, option, run_command
+from instdisc.cli import option, run_command
+from instdisc.errors import UserError
 from instdisc.export import Target
-from instdisc.runs import newest_backbone
+from instdisc.runs.folders import newest_backbone
 
 EPILOG = """\
 examples:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError, build_parser, option, run_command
-from instdisc.runs import runs_root
+from instdisc.cli import build_parser, option, run_command
+from instdisc.errors import UserError
+from instdisc.runs.folders import runs_root
 
 Format = Literal[
     "auto",
@@ -125,9 +126,9 @@ def run_import(config: ImportConfig) -> None:
     """Imports one checkpoint."""
     output = find_output(config)
     # Late imports: `--help` does without torch.
-    from instdisc.checkpoint import save_checkpoint
     from instdisc.importers.api import import_checkpoint
     from instdisc.importers.inputs import Overrides
+    from instdisc.runs.checkpoint import save_checkpoint
 
     assert config.file is not None
     report = import_checkpoint(

@@ -1,7 +1,7 @@
 """What a pretraining run tells while it trains: progress, metrics.jsonl, where its time goes."""
 
-from instdisc.run_log import LOGGER, MetricsLog, StepBar
-from instdisc.throughput import StepClock, describe_shares
+from instdisc.runs.log import LOGGER, MetricsLog, StepBar
+from instdisc.training.timing import StepClock, describe_shares
 from pretrain.criterion import Normalizer, initial_ratio
 from pretrain.session import Session
 

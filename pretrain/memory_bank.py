@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from instdisc import dist
-from instdisc.seed import generator
+from instdisc.training import dist
+from instdisc.training.seed import generator
 from pretrain import objectives
 
 CHUNK_ROWS = 1 << 16  # rows at a time wherever all of them are gone through

@@ -6,14 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from instdisc.backbones import Embedding
-from instdisc.data import ImageSet
-from instdisc.dist import Process
-from instdisc.feature_statistics import mean_cosine, rankme
-from instdisc.features import extract_features
-from instdisc.metrics import top_k_accuracy
-from instdisc.neighbors import classify
-from instdisc.transforms import InputSpec
+from instdisc.features.extract import extract_features
+from instdisc.features.statistics import mean_cosine, rankme
+from instdisc.images.sets import ImageSet
+from instdisc.images.transforms import InputSpec
+from instdisc.neighbors.vote import classify, top_k_accuracy
+from instdisc.networks.backbones import Embedding
+from instdisc.training.dist import Process
 from pretrain.config import PretrainConfig
 
 NUM_SAMPLED = 10_000  # training images that RankMe sees where there are no labels

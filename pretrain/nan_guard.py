@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from instdisc import dist
-from instdisc.cli import UserError
-from instdisc.run_log import LOGGER
+from instdisc.errors import UserError
+from instdisc.runs.log import LOGGER
+from instdisc.training import dist
 from pretrain.config import parse_on_nan
 from pretrain.session import Session
 

@@ -7,7 +7,7 @@ draw any rows of any step's noise, on any device, and two processes together dra
 import torch
 from torch import Tensor
 
-from instdisc.seed import derive_seed
+from instdisc.training.seed import derive_seed
 
 # splitmix64's constants as signed 64-bit integers; products wrap around, as they must.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)

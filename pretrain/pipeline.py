@@ -3,9 +3,9 @@
 import contextlib
 from pathlib import Path
 
-from instdisc import dist
-from instdisc.locks import lock_folder
-from instdisc.run_log import LOGGER, setup_logging
+from instdisc.runs.locks import lock_folder
+from instdisc.runs.log import LOGGER, setup_logging
+from instdisc.training import dist
 from pretrain.config import PretrainConfig
 from pretrain.session import Session
 from pretrain.trainer import Trainer

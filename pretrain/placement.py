@@ -2,7 +2,7 @@
 
 import torch
 
-from instdisc.dist import Process
+from instdisc.training.dist import Process
 from pretrain.config import PretrainConfig
 from pretrain.memory_bank import MemoryBank
 from pretrain.sharded_bank import ShardedBank

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from instdisc import dist
-from instdisc.backbones import Embedding, build_untrained, num_parameters
-from instdisc.checkpoint import load_checkpoint, load_last
-from instdisc.cli import UserError, to_dict, volatile_fields
-from instdisc.data import (
+from instdisc.cli import to_dict, volatile_fields
+from instdisc.errors import UserError
+from instdisc.images.locations import locate_data
+from instdisc.images.sets import (
     ImageSet,
     bad_images_message,
     find_bad_images,
@@ -20,13 +19,15 @@ from instdisc.data import (
     load_images,
     random_subset,
 )
-from instdisc.data_init import sample_pixels, whiten_projection
-from instdisc.dist import Process
-from instdisc.locations import locate_data
-from instdisc.locks import empty_folder
-from instdisc.run_log import LOGGER, boxed, setup_logging
-from instdisc.runs import provenance, runs_root, write_json
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Embedding, build_untrained, num_parameters
+from instdisc.networks.data_init import sample_pixels, whiten_projection
+from instdisc.runs.checkpoint import load_checkpoint, load_last
+from instdisc.runs.folders import provenance, runs_root, write_json
+from instdisc.runs.locks import empty_folder
+from instdisc.runs.log import LOGGER, boxed, setup_logging
+from instdisc.training import dist
+from instdisc.training.dist import Process
 from pretrain.config import PretrainConfig
 from pretrain.monitor import Monitor
 

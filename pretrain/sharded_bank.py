@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from instdisc import dist
+from instdisc.training import dist
 from pretrain import objectives
 from pretrain.memory_bank import CHUNK_ROWS, MemoryBank, blend_rows, initial_rows
 

@@ -1,8 +1,9 @@
 """The training loop, top to bottom: step, bank update, monitor, checkpoint, resume.
 
 All randomness is keyed by (seed, step), (seed, epoch) or (seed, epoch, image); see
-instdisc/seed.py. So a checkpoint holds only weights, bank, optimiser and the number of steps done,
-and going on from it gives the run that would have been, bit for bit on a CPU with as many threads.
+instdisc/training/seed.py. So a checkpoint holds only weights, bank, optimiser and the number of
+steps done, and going on from it gives the run that would have been, bit for bit on a CPU with as
+many threads.
 """
 
 import contextlib
@@ -13,19 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from instdisc import dist
-from instdisc.amp import autocast, build_scaler, check_amp
-from instdisc.backbones import Embedding, backbone_payload
-from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError, to_dict
-from instdisc.loading import BatchPlan, Samples, build_loader
-from instdisc.runs import provenance
-from instdisc.schedules import step_decay
-from instdisc.seed import seed_global
-from instdisc.signals import StopSignal
-from instdisc.small_maps import use_small_map_gradients
-from instdisc.throughput import StepClock
-from instdisc.transforms import pretrain_transform
+from instdisc.cli import to_dict
+from instdisc.errors import UserError
+from instdisc.images.loading import BatchPlan, Samples, build_loader
+from instdisc.images.transforms import pretrain_transform
+from instdisc.networks.backbones import Embedding, backbone_payload
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.folders import provenance
+from instdisc.runs.signals import StopSignal
+from instdisc.training import dist
+from instdisc.training.amp import autocast, build_scaler, check_amp
+from instdisc.training.schedules import step_decay
+from instdisc.training.seed import seed_global
+from instdisc.training.small_maps import use_small_map_gradients
+from instdisc.training.timing import StepClock
 from pretrain.criterion import Criterion
 from pretrain.journal import Journal
 from pretrain.nan_guard import NanGuard

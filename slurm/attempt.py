@@ -22,7 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from instdisc.cli import EXIT_INTERRUPTED, Parser, UserError
+from instdisc.cli import Parser
+from instdisc.errors import EXIT_INTERRUPTED, UserError
+from instdisc.names import SCHEDULER_SIGNALS
 from slurm.jobs import (
     is_stuck,
     load_environment,
@@ -36,9 +38,8 @@ from slurm.jobs import (
 )
 from slurm.tasks import TASKS
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # What srun says of processes that such a signal ended before Python could listen to it.
-STOPPED = {EXIT_INTERRUPTED, *(128 + number for number in SIGNALS)}
+STOPPED = {EXIT_INTERRUPTED, *(128 + number for number in SCHEDULER_SIGNALS)}
 # What torchrun sets, and what a shell that submits may have left over from something else.
 TORCHRUN = (
     "RANK",
@@ -157,11 +158,11 @@ def run_process(folder: Path, *, number: int, rank: int) -> None:
         os._exit(code)  # nothing that happens from here on may change the outcome
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        # Loops that have something to save listen for themselves (instdisc/signals.py).
+        # Loops that have something to save listen for themselves (instdisc/runs/signals.py).
         if os.getpid() == own:
             end(EXIT_INTERRUPTED, "stopped by a signal where there was nothing to save")
 
-    for each in SIGNALS:
+    for each in SCHEDULER_SIGNALS:
         signal.signal(each, stop)
     os.environ.update(load_environment(folder))
     job = load_job(folder)
@@ -259,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = int(os.environ.get("RANK") or 0)
         run_process(given.path, number=given.number, rank=rank)
     if given.step == "finish":  # a scheduler repeats itself
-        for each in SIGNALS:
+        for each in SCHEDULER_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
     folder, number = job_folder(given.path), attempt_number()
     if given.step == "begin":

@@ -6,23 +6,245 @@ job shorter than ten minutes for one that has run out of time.
 """
 
 import contextlib
+import dataclasses
 import json
 import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
-from instdisc.runs import write_json
-from slurm.arrays import Array
-from slurm.jobs import load_job, prepare_folder, save_job, write_submission
-from slurm.queue_state import ask
-from slurm.resources import check_text
+from instdisc.errors import UserError
+from instdisc.runs.folders import write_json
+from slurm.jobs import Job, is_alive, load_job, prepare_folder, save_job, write_submission
+from slurm.resources import Resources, check_text
+
+# How a graph of jobs becomes job arrays: few submissions, and no element waits for a stranger.
+
+Place = tuple[int, int]  # number of the array in the plan, number of the element in it
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Jobs that are submitted at once.
+
+    Attributes:
+        jobs: its elements.
+        resources: what each of them asks for.
+        corresponding: numbers of earlier arrays; element i waits for their element i.
+        complete: numbers of earlier arrays, or places in them, that every element waits for.
+        queued: job ids of earlier submissions that every element waits for.
+    """
+
+    jobs: tuple[Job, ...]
+    resources: Resources
+    corresponding: tuple[int, ...] = ()
+    complete: tuple[Place, ...] = ()
+    queued: tuple[str, ...] = ()
+
+    def dependency(self, ids: Sequence[str], sizes: Sequence[int]) -> str | None:
+        """As sbatch wants it, where `ids` are the numbers that earlier arrays were given."""
+        words = [f"aftercorr:{ids[number]}" for number in self.corresponding]
+        for number in sorted({number for number, _ in self.complete}):
+            elements = [element for place, element in self.complete if place == number]
+            whole = len(elements) == sizes[number]
+            names = [ids[number]] if whole else [f"{ids[number]}_{each}" for each in elements]
+            words += [f"afterok:{name}" for name in names]
+        words += [f"afterok:{job_id}" for job_id in self.queued]
+        return ",".join(words) or None
+
+
+def plan_arrays(
+    jobs: Sequence[Job],
+    resources: Mapping[str, Resources],
+    *,
+    max_size: int,
+    queued: Mapping[str, str] | None = None,
+) -> list[Array]:
+    """Groups jobs into arrays of at most `max_size`, in an order in which they can be submitted.
+
+    Args:
+        jobs: what is left to do, parents before children.
+        resources: by task.
+        max_size: the site's limit.
+        queued: job ids, by name, of jobs that are in the queue already.
+    """
+    queued = queued or {}
+    places: dict[str, Place] = {}
+    plan: list[Array] = []
+    level: dict[str, int] = {}
+    names = {job.name for job in jobs}
+    for job in jobs:
+        assert all(name in level for name in job.after if name in names), "parents come first"
+        level[job.name] = 1 + max((level[name] for name in job.after if name in level), default=-1)
+    kinds = sorted({(level[job.name], job.task) for job in jobs})
+    for kind in kinds:
+        members = [job for job in jobs if (level[job.name], job.task) == kind]
+        groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Job]] = {}
+        for job in members:
+            ids = tuple(queued[name] for name in job.after if name in queued)
+            arrays = tuple(sorted({places[name][0] for name in job.after if name in places}))
+            groups.setdefault((ids, arrays), []).append(job)
+        for (ids, arrays), group in groups.items():
+            for part in _split(group, arrays, places, plan, max_size):
+                array = _depend(part, arrays, places, plan, resources[kind[1]], ids)
+                places |= {job.name: (len(plan), number) for number, job in enumerate(part)}
+                plan.append(array)
+    return plan
+
+
+def _parents(job: Job, places: Mapping[str, Place]) -> tuple[Place, ...]:
+    return tuple(places[name] for name in job.after if name in places)
+
+
+def _corresponds(
+    group: Sequence[Job],
+    arrays: Sequence[int],
+    places: Mapping[str, Place],
+    plan: Sequence[Array],
+) -> bool:
+    """Whether element i of the group has element i of each array as its only parent there."""
+    same_size = all(len(plan[number].jobs) == len(group) > 1 for number in arrays)
+    return (
+        bool(arrays)
+        and same_size
+        and all(
+            _parents(job, places) and set(_parents(job, places)) == {(n, i) for n in arrays}
+            for i, job in enumerate(group)
+        )
+    )
+
+
+def _split(
+    group: list[Job],
+    arrays: Sequence[int],
+    places: Mapping[str, Place],
+    plan: Sequence[Array],
+    max_size: int,
+) -> list[list[Job]]:
+    """Parts of a group that can be one array each."""
+    if not arrays:
+        parts = [group]
+    elif _corresponds(group, arrays, places, plan):
+        return [group]  # as large as its parents, which fit
+    else:
+        by_parents: dict[frozenset[Place], list[Job]] = {}
+        for job in group:
+            by_parents.setdefault(frozenset(_parents(job, places)), []).append(job)
+        parts = list(by_parents.values())
+    return [p[first : first + max_size] for p in parts for first in range(0, len(p), max_size)]
+
+
+def _depend(
+    part: list[Job],
+    arrays: Sequence[int],
+    places: Mapping[str, Place],
+    plan: Sequence[Array],
+    resources: Resources,
+    ids: tuple[str, ...],
+) -> Array:
+    if _corresponds(part, arrays, places, plan):
+        return Array(tuple(part), resources, corresponding=tuple(arrays), queued=ids)
+    parents = tuple(sorted(set(_parents(part[0], places))))
+    return Array(tuple(part), resources, complete=parents, queued=ids)
+
+
+# What Slurm says: jobs in the queue, their states, the site's limits. No accounting is needed.
+
+DEFAULT_MAX_ARRAY = 1001  # Slurm's own
+ACTIVE = frozenset(
+    ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queued:
+    """A job in the queue."""
+
+    state: str
+    reason: str
+    elapsed: str
+    nodes: str
+
+
+def ask(*command: str) -> str:
+    """The output of a Slurm command.
+
+    Raises:
+        UserError: Slurm is not here, or does not answer.
+    """
+    if shutil.which(command[0]) is None:
+        raise UserError(
+            f"{command[0]} is not on this machine: submit from a login node of the cluster, or use "
+            "--cluster local"
+        )
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} gave no answer in a minute: try again later") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no reason given"]
+        raise UserError(f"Slurm refuses: {lines[-1]} ({' '.join(command[:3])})")
+    return done.stdout
+
+
+def max_array_size() -> int:
+    """How many elements a job array may have at this site."""
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.M)
+    size = int(found.group(1)) if found else DEFAULT_MAX_ARRAY
+    if size < 2:
+        return 1  # arrays are turned off: one by one
+    return size
+
+
+def read_queue(job_ids: Iterable[str]) -> dict[str, Queued]:
+    """Those of the jobs that Slurm knows, array elements each by itself; none without Slurm."""
+    if not list(job_ids) or shutil.which("squeue") is None:
+        return {}
+    shown = ask(
+        "squeue", "--noheader", "--array", "--me", "--states=all", "--format=%i|%T|%r|%M|%N"
+    )
+    queue = {}
+    for line in shown.splitlines():
+        job_id, state, reason, elapsed, nodes = line.strip().split("|", 4)
+        queue[job_id] = Queued(state, reason, elapsed, nodes)
+    wanted = set(job_ids)
+    return {job_id: queued for job_id, queued in queue.items() if job_id in wanted}
+
+
+def find_state(
+    status: dict[str, Any], submission: dict[str, Any], queued: Queued | None
+) -> tuple[str, str]:
+    """The state that people care about, and why.
+
+    The status file is the job's own word: one that has ended stays in the queue until its nodes are
+    free. Only the queue knows of jobs that could not speak, or that somebody has put back.
+    """
+    state, error = status["state"], str(status.get("error", ""))
+    if state in ("done", "failed") and (queued is None or queued.state != "PENDING"):
+        return state, error
+    if submission.get("cluster") != "slurm":
+        here = any(a.get("host") == socket.gethostname() for a in status["attempts"][-1:])
+        if state == "running" and here and not is_alive(str(submission.get("job_id"))):
+            return "stopped", "its process is gone"
+        return ("waiting" if state == "interrupted" else state), ""
+    if queued is None or queued.state not in ACTIVE:
+        if queued is not None and queued.state != "COMPLETED":
+            return "stopped", f"Slurm says {queued.state} ({queued.reason})"
+        return "stopped", "no longer in the queue"
+    if queued.state in ("RUNNING", "COMPLETING") and state != "waiting":
+        return "running", f"{queued.elapsed} on {queued.nodes}"
+    if queued.reason == "DependencyNeverSatisfied":
+        return "stopped", "a job that it waits for failed"
+    requeued = "again, " if status["attempts"] else ""
+    return "waiting", f"{requeued}{queued.reason}"
+
 
 # The shell must outlive the signals that its processes answer; a trap that does nothing is not
 # inherited, as ignoring them would be.

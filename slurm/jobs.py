@@ -18,13 +18,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import UserError
-from instdisc.runs import make_private, runs_root, write_json
+from instdisc.errors import UserError
+from instdisc.names import DATA_VARIABLE, RUNS_VARIABLE, VOC_VARIABLE
+from instdisc.runs.folders import make_private, runs_root, write_json
 
 State = Literal["waiting", "running", "interrupted", "done", "failed"]
 # What a run writes when it gets on; logs and configs are written by every attempt.
 PROGRESS_FILES = re.compile(r".*\.(pt|pth)|result.*\.json|last_checkpoint|report\.json")
-KEPT_VARIABLES = ("INSTDISC_RUNS", "INSTDISC_DATA", "DETECTRON2_DATASETS")
+KEPT_VARIABLES = (RUNS_VARIABLE, DATA_VARIABLE, VOC_VARIABLE)
 
 
 def jobs_root() -> Path:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from instdisc.cli import EXIT_INTERRUPTED, UserError
-from slurm.attempt import SIGNALS, TORCHRUN, begin, choose_port, fail, finish
+from instdisc.errors import EXIT_INTERRUPTED, UserError
+from instdisc.names import STOP_SIGNALS
+from slurm.attempt import TORCHRUN, begin, choose_port, fail, finish
 from slurm.jobs import Job, read_status, save_job, write_status, write_submission
 from slurm.resources import Resources
 from slurm.tasks import TASKS
@@ -93,8 +94,7 @@ def _listening(flag: list[int]) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         flag.append(number)
 
-    numbers = (*SIGNALS, signal.SIGINT)
-    previous = {number: signal.signal(number, note) for number in numbers}
+    previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         yield
     finally:

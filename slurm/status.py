@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError, option, run_command
-from instdisc.runs import read_jsonl
+from instdisc.cli import option, run_command
+from instdisc.errors import UserError
+from instdisc.runs.folders import read_jsonl
+from slurm.cluster import find_state, read_queue
 from slurm.jobs import Job, jobs_root, load_job, read_status, read_submission
-from slurm.queue_state import find_state, read_queue
 
 ORDER = ("running", "waiting", "failed", "stopped", "done")
 EPILOG = """\

@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import Parser, UserError, build_parser, option, parse, run_command
-from slurm.arrays import plan_arrays
-from slurm.estimate import count_states, describe_cost, draw_tree
+from instdisc.cli import Parser, build_parser, option, parse, run_command
+from instdisc.errors import UserError
+from slurm.cluster import find_state, max_array_size, plan_arrays, read_queue
 from slurm.jobs import Job, jobs_root, read_status, read_submission, refuse_if_running_here
-from slurm.queue_state import find_state, max_array_size, read_queue
 from slurm.resources import Resources, check_text, load_resources
-from slurm.sweeps import BUILDERS, StudyConfig, build_study
+from slurm.studies import BUILDERS, StudyConfig, build_study, count_states, describe_cost, draw_tree
 from slurm.tasks import TASKS, check_arguments, find_task, run_folder
 
 PARALLEL = 32  # elements of a job array that run at once

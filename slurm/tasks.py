@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError, parse_only
-from instdisc.runs import runs_root
+from instdisc.cli import parse_only
+from instdisc.errors import UserError
+from instdisc.runs.folders import runs_root
 
 
 @dataclasses.dataclass(frozen=True)

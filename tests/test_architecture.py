@@ -17,21 +17,29 @@ from typing import NamedTuple
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+TORCH_FREE_RUNS = ("folders", "locks", "results", "signals")
 # What each package may import of the project's own.
 MAY_IMPORT = {
     "instdisc": ("instdisc",),
     "pretrain": ("pretrain", "instdisc"),
     "transfer": ("transfer", "instdisc", "detection_configs"),
     "detection_configs": ("detection_configs",),
-    "slurm": ("slurm", "instdisc.cli", "instdisc.runs"),
+    "slurm": (
+        "slurm",
+        "instdisc.cli",
+        "instdisc.errors",
+        "instdisc.names",
+        *(f"instdisc.runs.{name}" for name in TORCH_FREE_RUNS),
+    ),
 }
 OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TORCH_FREE = re.compile(
-    r"instdisc/(cli|failures|streams|runs|results|locations|locks|demo)\.py|(pretrain|transfer)/config\.py|slurm/.*\.py"
-    r"|transfer/(study_config|paper_numbers|report\w*|suite\w*)\.py"
+    r"instdisc/(cli|errors|names|images/(locations|demo))\.py"
+    rf"|instdisc/runs/({'|'.join(TORCH_FREE_RUNS)})\.py"
+    r"|(pretrain|transfer)/config\.py|slurm/.*\.py"
+    r"|transfer/(report|suite|reporting/\w+|suites/\w+|finetuning/recipes)\.py"
 )
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}
-MAX_LINES = 300
 MAY_UNPICKLE: set[str] = set()  # paths; each needs a reason
 
 Tree = dict[str, str]
@@ -116,10 +124,11 @@ def within(name: str, *parents: str) -> bool:
 @rule(
     ("instdisc/a.py", "import pretrain", "import instdisc.cli"),
     ("instdisc/a.py", LAZY + "from transfer import knn", "import transferable"),
-    ("pretrain/a.py", "from transfer.knn import main", "from instdisc import runs"),
+    ("pretrain/a.py", "from transfer.knn import main", "from instdisc.runs import log"),
     ("transfer/a.py", "import_module('pretrain.run')", "import detection_configs"),
-    ("slurm/a.py", "from instdisc import data", "from instdisc import cli, runs"),
-    ("slurm/a.py", "import instdisc.runs_old", "from instdisc.runs import x"),
+    ("slurm/a.py", "from instdisc.images import sets", "from instdisc.runs import folders"),
+    ("slurm/a.py", "from instdisc.runs import log", "from instdisc import cli, errors, names"),
+    ("slurm/a.py", "import instdisc.runs.folders_old", "from instdisc.runs.folders import x"),
 )
 def packages_import_only_downwards(tree: Tree) -> Iterator[str]:
     """pretrain -> instdisc <- transfer -> detection_configs; slurm knows commands by name only."""
@@ -189,14 +198,6 @@ def imports_are_absolute_and_named(tree: Tree) -> Iterator[str]:
         for each in imports(text):
             if each.name.startswith(".") or each.name.endswith(".*"):
                 yield f"{path}:{each.line}: relative or star import of {each.name}"
-
-
-@rule(("instdisc/a.py", "x = 1\n" * (MAX_LINES + 1), "x = 1\n" * MAX_LINES))
-def files_are_short(tree: Tree) -> Iterator[str]:
-    """A file is read in one sitting; split it where it does two things. Tests may list cases."""
-    for path, text in python_files(tree, *MAY_IMPORT, "benchmarks"):
-        if (lines := len(text.splitlines())) > MAX_LINES:
-            yield f"{path}:{MAX_LINES + 1}: {lines} lines, at most {MAX_LINES}"
 
 
 @rule(

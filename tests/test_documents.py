@@ -4,7 +4,7 @@ A comment before a paragraph, list or table says where its numbers come from:
 
     <!-- from docs/results/NAME.json -->     all of them stand in that file; or in: a.json, b.jsonl
     <!-- from pretrain/config.py -->         all of them stand in that code, or .yaml: real defaults
-    <!-- from transfer/paper_numbers.py -->  all of them are published ones
+    <!-- from transfer/reporting/paper_numbers.py -->  all of them are published ones
     <!-- source: WORDS -->                   numbers of others, or derived ones; the words say whose
     <!-- settings -->                        numbers that were chosen, not measured
 
@@ -25,10 +25,10 @@ import pytest
 
 from instdisc.cli import build_parser
 from pretrain.config import PretrainConfig
-from transfer import paper_numbers
 from transfer.config import SemisupConfig
 from transfer.detection.settings import DetectConfig
-from transfer.study_config import ReportConfig, SuiteConfig
+from transfer.reporting import paper_numbers
+from transfer.suites.settings import ReportConfig, SuiteConfig
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -135,7 +135,7 @@ def code_numbers(source: str) -> Iterator[float | str]:
 
 def read_numbers(name: str, repo: Path = REPO) -> list[float | str]:
     """The numbers of a file of results, of code or of a detection config; the published ones."""
-    if name == "transfer/paper_numbers.py":
+    if name == "transfer/reporting/paper_numbers.py":
         tables = (v for k, v in vars(paper_numbers).items() if k.isupper())
         rows = [row for table in tables if isinstance(table, tuple) for row in table]
         found = [
@@ -195,7 +195,7 @@ def test_numbers_can_be_traced(document: str) -> None:
         ("<!-- from r.json -->\n\n| a | 35.6 |\n|---|---|\n| b | 41.26 |", ["41.26"]),
         ("<!-- from r.json -->\n| 35.6 | 12% |\n\nthen 35.6 again", ["35.6"]),
         ("<!-- from nowhere.json -->\n35.6", ["no file"]),
-        ("<!-- from transfer/paper_numbers.py -->\n46.5 and 46.6", ["46.6"]),
+        ("<!-- from transfer/reporting/paper_numbers.py -->\n46.5 and 46.6", ["46.6"]),
         ("<!-- source: -->\n35.6", ["without words"]),
         ("<!-- settings, section -->\n\n0.07\n\n0.1\n\n## next\n\n0.2", ["0.2"]),
         ("it took 7 minutes, 40 images a second", ["7", "40"]),
@@ -211,8 +211,8 @@ def test_the_walk_finds(text: str, bad: list[str], tmp_path: Path) -> None:
     )
     (tmp_path / "c.py").write_text("BEAT = 20.0\n\ndef f(tau=0.07): ...\n")
     (tmp_path / "c.yaml").write_text("LR: 0.001\nSTEPS: (50000, 150000)\n")
-    (tmp_path / "transfer").mkdir()
-    (tmp_path / "transfer" / "paper_numbers.py").touch()
+    (tmp_path / "transfer" / "reporting").mkdir(parents=True)
+    (tmp_path / "transfer" / "reporting" / "paper_numbers.py").touch()
     problems = untraceable(text, tmp_path)
     assert len(problems) == len(bad), problems
     assert all(word in problem for word, problem in zip(bad, problems, strict=True))

@@ -55,7 +55,7 @@ def test_cifar_recipe_is_the_authors() -> None:
 
 
 def test_the_learning_rate_falls_where_the_paper_says() -> None:
-    from instdisc.schedules import step_decay
+    from instdisc.training.schedules import step_decay
 
     config = PretrainConfig()
     rates = {

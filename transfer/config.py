@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import UserError, option
-from transfer.recipes import RecipeName, finetune_defaults
+from instdisc.cli import option
+from instdisc.errors import UserError
+from instdisc.names import STAGES, Precision, SubsetMode
+from transfer.finetuning.recipes import RecipeName, finetune_defaults
 
 INIT = re.compile(r"pretrained|scratch|supervised:.+")
 PAPER_NUM_NEIGHBORS = 200  # section 3.4: k of the weighted kNN
@@ -20,7 +22,6 @@ network_option = functools.partial(option, group="network")
 data_option = functools.partial(option, group="data", volatile=True)
 protocol_option = functools.partial(option, group="protocol")
 run_option = functools.partial(option, group="run", volatile=True)
-Precision = Literal["half", "float32"]
 STORED = (
     "of the stored features; half takes half the space. It did not move the accuracy of trained "
     "networks, and did that of an untrained one, whose features are nearly parallel, by 0.8 points"
@@ -148,7 +149,7 @@ class SemisupConfig(TransferConfig):
         "0.01 0.02 0.04 0.1 0.2",
         metavar="FRACTION",
     )
-    subset: Literal["random", "balanced"] = protocol_option(
+    subset: SubsetMode = protocol_option(
         "random", "how they are drawn: over all images (paper), or the same number of each class"
     )
     label_lists: tuple[str, ...] = protocol_option(
@@ -240,7 +241,7 @@ class LinearConfig(TransferConfig):
     """Linear SVMs on a frozen network (paper, section 4.2)."""
 
     stage: tuple[StageName, ...] = protocol_option(
-        ("conv1", "conv2", "conv3", "conv4", "conv5"),
+        STAGES,
         "what to probe: feature maps pooled to about 10,000 dimensions, backbone (pooled), or "
         "embedding, the learned feature of the paper's first table",
     )

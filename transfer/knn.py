@@ -26,7 +26,7 @@ of every class in it."""
 
 def execute(config: KnnConfig) -> int:
     """Runs the command; torch is imported here so that --help is quick."""
-    from transfer.knn_task import run_knn
+    from transfer.nearest.knn import run_knn
 
     run_knn(config)
     return 0

@@ -24,7 +24,7 @@ Features are stored in runs/features and used again."""
 
 def execute(config: LinearConfig) -> int:
     """Runs the task; torch is imported here so that --help is quick."""
-    from transfer.linear_task import run_linear
+    from transfer.probing.linear import run_linear
 
     run_linear(config)
     return 0

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instdisc.cli import Parser, UserError
-from instdisc.failures import explain
+from instdisc.cli import Parser
+from instdisc.errors import UserError, explain
+from instdisc.names import VOC_VARIABLE
 from transfer.detection.proposals import (
     Proposals,
     check_proposals,
@@ -62,7 +63,7 @@ def _build_parser() -> argparse.ArgumentParser:
     shared.add_argument(
         "--voc-root",
         type=Path,
-        default=Path(os.environ.get("DETECTRON2_DATASETS", "datasets")),
+        default=Path(os.environ.get(VOC_VARIABLE, "datasets")),
         help="VOCdevkit, its parent, or a folder in VOC layout (default: $DETECTRON2_DATASETS)",
     )
     shared.add_argument("--year", default="2007", help="2007 or 2012 (default: %(default)s)")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from instdisc.cli import run_command
-from transfer.study_config import ReportConfig
+from transfer.suites.settings import ReportConfig
 
 DESCRIPTION = """\
 Writes the report of a runs folder: report.html (one file, works from disk),
@@ -23,7 +23,7 @@ examples:
 
 def execute(config: ReportConfig) -> int:
     """Runs the command."""
-    from transfer.report_task import run_report
+    from transfer.reporting.report import run_report
 
     return run_report(config)
 

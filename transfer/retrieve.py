@@ -24,7 +24,7 @@ one file each and need no network."""
 
 def execute(config: RetrieveConfig) -> int:
     """Runs the command; torch is imported here so that --help is quick."""
-    from transfer.retrieve_task import run_retrieve
+    from transfer.nearest.retrieve import run_retrieve
 
     run_retrieve(config)
     return 0

@@ -26,7 +26,7 @@ the curve of all fractions so far is curve.png and curve.svg."""
 
 def execute(config: SemisupConfig) -> int:
     """Runs the task; torch is imported here so that --help is quick."""
-    from transfer.semisup_task import run_semisup
+    from transfer.finetuning.semisup import run_semisup
 
     run_semisup(config)
     return 0

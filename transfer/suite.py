@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from instdisc.cli import run_command
-from transfer.study_config import SuiteConfig
+from transfer.suites.settings import SuiteConfig
 
 DESCRIPTION = """\
 Runs the readouts and transfer tasks for one or several networks, each task in
@@ -25,7 +25,7 @@ retrieval share them. runs/suite has a record of each finished part."""
 
 def execute(config: SuiteConfig) -> int:
     """Runs the suite."""
-    from transfer.suite_task import run_suite
+    from transfer.suites.suite import run_suite
 
     return run_suite(config)
 

@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from instdisc import dist
-from instdisc.cli import UserError, to_dict, volatile_fields
-from instdisc.data import ImageSet, Split, has_split, load_images
-from instdisc.dist import Process, init_process
-from instdisc.locations import DataLocation, locate_data
-from instdisc.locks import lock_folder
-from instdisc.results import Result, append_results, config_hash
-from instdisc.run_log import LOGGER, boxed, setup_logging
-from instdisc.runs import runs_root, write_json
-from instdisc.weights import Weights, open_weights
+from instdisc.cli import to_dict, volatile_fields
+from instdisc.errors import UserError
+from instdisc.images.locations import DataLocation, locate_data
+from instdisc.images.sets import ImageSet, Split, has_split, load_images
+from instdisc.names import DATA_VARIABLE
+from instdisc.networks.weights import Weights, open_weights
+from instdisc.runs.folders import runs_root, write_json
+from instdisc.runs.locks import lock_folder
+from instdisc.runs.log import LOGGER, boxed, setup_logging
+from instdisc.runs.results import Result, append_results, config_hash
+from instdisc.training import dist
+from instdisc.training.dist import Process, init_process
 from transfer.config import TransferConfig
-from transfer.study_config import NOT_DECISIVE
+from transfer.suites.settings import NOT_DECISIVE
 
 # Commands that keep what is half done in their folder, and must have it to themselves.
 EXCLUSIVE = ("semisup", "linear")
@@ -190,7 +192,7 @@ def align_labels(images: ImageSet, classes: Sequence[str]) -> ImageSet:
 
 def find_location(named: str | None, weights: Weights) -> DataLocation:
     """The data that was named; else what the network was pretrained on; else the demo set."""
-    if named is not None or os.environ.get("INSTDISC_DATA") or weights.data is None:
+    if named is not None or os.environ.get(DATA_VARIABLE) or weights.data is None:
         return locate_data(named)
     return locate_data(weights.data, flag="--data is not given, and the pretraining data")
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.export.contract import Source, load_source
 from instdisc.export.verify import CONVERTERS, TOLERANCE, Verification, verify_target
-from instdisc.runs import provenance, write_json
+from instdisc.runs.folders import provenance, write_json
 
 FORMAT = "instdisc/export/1"
 REPORT = "report.json"

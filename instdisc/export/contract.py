@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.backbones import Backbone, Embedding, restore_backbone
-from instdisc.checkpoint import load_checkpoint, weights_hash
-from instdisc.cli import UserError
-from instdisc.transforms import InputSpec
+from instdisc.errors import UserError
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Backbone, Embedding, restore_backbone
+from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 
 # The linear layers that transfer with AlexNet and VGG16, and the ReLU behind each.
 FC_LAYERS = {
@@ -40,7 +40,7 @@ class Source:
 
     @property
     def arch(self) -> str:
-        """Its name in `instdisc.backbones.ARCHS`."""
+        """Its name in `instdisc.networks.backbones.ARCHS`."""
         return self.backbone.arch
 
     @property

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from instdisc.checkpoint import FORMAT, load_file, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.runs.checkpoint import FORMAT, load_file, weights_hash
 
 
 def _count(state: Mapping[str, Tensor]) -> str:

@@ -14,8 +14,9 @@ from detectron2.modeling import BACKBONE_REGISTRY, Backbone
 from fvcore.nn import weight_init
 from torch import Tensor, nn
 
-from instdisc.backbones import STAGES, build_backbone
 from instdisc.export.to_detectron2 import OUT_FEATURE
+from instdisc.names import STAGES
+from instdisc.networks.backbones import build_backbone
 
 
 class PlainBackbone(Backbone):

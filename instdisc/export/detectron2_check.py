@@ -19,10 +19,10 @@ from detectron2.modeling import GeneralizedRCNN, build_backbone, build_box_head
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from instdisc.backbones import STAGES
 from instdisc.export import detectron2_backbones  # noqa: F401 # registers AlexNet and VGG16
 from instdisc.export.contract import Loaded, Source, build_unset, record_outputs
 from instdisc.export.to_detectron2 import OUT_FEATURE, SIDECAR, WEIGHTS
+from instdisc.names import STAGES
 
 RESNET_STAGES = ("stem", "res2", "res3", "res4", "res5")
 

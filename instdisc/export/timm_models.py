@@ -12,8 +12,8 @@ from timm.models import ResNet, build_model_with_cfg, generate_default_cfgs, reg
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
-from instdisc.backbones import Stem
-from instdisc.transforms import IMAGENET_MEAN, IMAGENET_STD
+from instdisc.images.transforms import IMAGENET_MEAN, IMAGENET_STD
+from instdisc.names import Stem
 
 
 class AlexNet(torchvision.models.AlexNet):

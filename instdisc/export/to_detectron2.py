@@ -25,7 +25,7 @@ from torch import Tensor
 
 from instdisc.export.contract import FC_LAYERS, Source, require_imagenet_stem
 from instdisc.export.fold import fold_trunk
-from instdisc.runs import atomic_file, write_text
+from instdisc.runs.folders import atomic_file, write_text
 
 WEIGHTS = "detectron2.pkl"
 SIDECAR = "detectron2.yaml"

@@ -24,8 +24,8 @@ from torchvision.transforms.v2.functional import to_pil_image
 from instdisc.export import timm_models  # noqa: F401 # registers AlexNet and the small stems
 from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_outputs
 from instdisc.export.fold import fold_trunk
-from instdisc.runs import atomic_file, write_json
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.runs.folders import atomic_file, write_json
 
 FOLDER = "timm"
 _VGG_RENAMED = {"classifier.0": "pre_logits.fc1", "classifier.3": "pre_logits.fc2"}

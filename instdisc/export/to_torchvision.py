@@ -14,7 +14,6 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from instdisc.checkpoint import torch_file
 from instdisc.export.contract import (
     FC_TAPS,
     Loaded,
@@ -25,6 +24,7 @@ from instdisc.export.contract import (
     require_imagenet_stem,
 )
 from instdisc.export.fold import fold_trunk
+from instdisc.runs.checkpoint import torch_file
 
 FILE = "torchvision.pth"
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from instdisc.backbones import STAGES
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_outputs
 from instdisc.export.to_detectron2 import save_detectron2, to_detectron2
 from instdisc.export.to_timm import load_timm, save_timm, to_timm
 from instdisc.export.to_torchvision import load_torchvision, save_torchvision, to_torchvision
-from instdisc.transforms import eval_transform
+from instdisc.images.transforms import eval_transform
+from instdisc.names import STAGES
 
 TOLERANCE = 1e-4
 SMALLEST = 1e-3  # a stage below this is dead, and its rounding errors are no features

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.dialect_table import FORMATS
 from instdisc.importers.foreign_files import MALFORMED, ForeignFile, read_foreign
 from instdisc.importers.inputs import Overrides, check_detectron2, find_input
 from instdisc.importers.plan import Plan, choose, find_format, make_plan, shown
 from instdisc.importers.stored_tensors import StoredTensor
-from instdisc.seed import seeded
+from instdisc.training.seed import seeded
 
 __all__ = ["FORMATS", "ImportReport", "describe", "find_format", "import_checkpoint"]
 

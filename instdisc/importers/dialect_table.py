@@ -6,6 +6,7 @@ Where an entry leaves something out, the dialect's public code is why; see `dial
 import dataclasses
 from collections.abc import Mapping
 
+from instdisc.images.transforms import InputSpec
 from instdisc.importers.dialects import (
     Dialect,
     Evidence,
@@ -14,7 +15,6 @@ from instdisc.importers.dialects import (
     from_sequential,
     from_timm,
 )
-from instdisc.transforms import InputSpec
 
 # How lemniscate.pytorch/cifar.py and SupContrast/main_supcon.py feed their 3x3-stem networks.
 CIFAR_INPUT = InputSpec(32, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), 1.0)

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection
 
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.safe_unpickle import Machine, Stream, read_stream, storage_of
 from instdisc.importers.stored_tensors import Storage, StoredTensor, need, row_major
 

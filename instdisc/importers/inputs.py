@@ -12,12 +12,12 @@ from typing import Any
 
 import yaml
 
-from instdisc.backbones import Stem
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.images.transforms import InputSpec
 from instdisc.importers.dialects import Dialect
 from instdisc.importers.foreign_files import ForeignFile
 from instdisc.importers.recognition import Network
-from instdisc.transforms import InputSpec
+from instdisc.names import Stem
 
 # Writers of Detectron2 files whose networks see RGB and stride in the 3x3 convolutions: ours,
 # Detectron2's converter for torchvision, and those of MoCo, PyContrast and OpenSelfSup/MMSelfSup.

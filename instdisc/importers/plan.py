@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from instdisc.backbones import ARCHS, build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.dialect_table import BY_NAME, DIALECTS, FORMATS
 from instdisc.importers.dialects import Dialect
 from instdisc.importers.foreign_files import ForeignFile
 from instdisc.importers.inputs import timm_config
 from instdisc.importers.recognition import FC_NAMES, Network, recognise
 from instdisc.importers.stored_tensors import Inert, is_tensor, module_state
+from instdisc.networks.backbones import ARCHS, build_backbone
 
 # Where a backbone begins, under torchvision's names.
 FIRST_TENSORS = ("conv1.weight", "features.0.weight")

@@ -4,8 +4,9 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from instdisc.backbones import ARCHS, Stem
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.names import Stem
+from instdisc.networks.backbones import ARCHS
 
 Shapes = Mapping[str, tuple[int, ...]]
 # Residual blocks per stage, whether they are bottlenecks -> depth.

@@ -33,9 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from PIL import Image
 
-from instdisc.cli import UserError, parse, to_dict
-from instdisc.failures import explain
-from instdisc.results import Result, read_results
+from instdisc.cli import parse, to_dict
+from instdisc.errors import UserError, explain
+from instdisc.runs.results import Result, read_results
 from pretrain.config import PretrainConfig
 
 MEMORY = 1_500_000_000  # bytes more than the process has when it starts
@@ -104,9 +104,9 @@ class Kind:
 
 def images(folder: Path) -> Kind:
     """What training decodes."""
-    from instdisc.data import ImageSet
-    from instdisc.loading import Samples
-    from instdisc.transforms import InputSpec, pretrain_transform
+    from instdisc.images.loading import Samples
+    from instdisc.images.sets import ImageSet
+    from instdisc.images.transforms import InputSpec, pretrain_transform
 
     rng = np.random.default_rng(0)
     rgb = Image.fromarray(rng.integers(0, 255, (40, 30, 3), dtype=np.uint8))
@@ -147,11 +147,11 @@ def checkpoints(folder: Path) -> Kind:
     """backbone.pt as every transfer command opens it; of a network that is quickly written."""
     from torch import nn
 
-    from instdisc import backbones
-    from instdisc.backbones import Embedding, backbone_payload, build_backbone
-    from instdisc.checkpoint import load_checkpoint, save_checkpoint
-    from instdisc.transforms import InputSpec
-    from instdisc.weights import open_weights
+    from instdisc.images.transforms import InputSpec
+    from instdisc.networks import backbones
+    from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+    from instdisc.networks.weights import open_weights
+    from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
 
     def tiny(stem: str, batch_norm: bool) -> nn.Module:
         stages = [nn.Sequential(nn.Conv2d(w, 4, 3), nn.ReLU()) for w in (3, 4, 4, 4, 4)]
@@ -273,8 +273,8 @@ def proposals(folder: Path) -> Kind:
 
 def results(folder: Path) -> Kind:
     """results.jsonl, read and put into the report's tables."""
-    from transfer.report_page import render_report
-    from transfer.report_task import build_sections
+    from transfer.reporting.page import render_report
+    from transfer.reporting.report import build_sections
 
     def row(task: str, protocol: str, metric: str, **details: Any) -> dict[str, Any]:
         result = Result(

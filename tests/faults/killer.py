@@ -31,14 +31,15 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from instdisc import backbones, runs
-from instdisc.backbones import Embedding, backbone_payload, build_backbone
-from instdisc.checkpoint import load_file, save_checkpoint
 from instdisc.cli import from_dict
-from instdisc.demo import write_detection
-from instdisc.results import Result, append_results, check_results
-from instdisc.seed import seeded
-from instdisc.transforms import InputSpec
+from instdisc.images.demo import write_detection
+from instdisc.images.transforms import InputSpec
+from instdisc.networks import backbones
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.runs import folders
+from instdisc.runs.checkpoint import load_file, save_checkpoint
+from instdisc.runs.results import Result, append_results, check_results
+from instdisc.training.seed import seeded
 
 WRITES = os.O_WRONLY | os.O_RDWR
 CHANGES = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"}
@@ -111,7 +112,9 @@ def rows_of(folder: Path) -> dict[str, Any]:
 
 def losses_of(file: Path) -> list[Any]:
     """Losses by step."""
-    return [(row["step"], row.get("loss"), row.get("epoch_loss")) for row in runs.read_jsonl(file)]
+    return [
+        (row["step"], row.get("loss"), row.get("epoch_loss")) for row in folders.read_jsonl(file)
+    ]
 
 
 def pretraining(root: Path) -> Task:
@@ -141,7 +144,7 @@ def pretraining(root: Path) -> Task:
 def semisup(root: Path) -> Task:
     """Two initialisations of six steps, each saved."""
     from transfer.config import SemisupConfig
-    from transfer.semisup_task import run_semisup
+    from transfer.finetuning.semisup import run_semisup
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -172,7 +175,7 @@ def semisup(root: Path) -> Task:
 def linear(root: Path) -> Task:
     """Features of three stages, then probes, each step saved."""
     from transfer.config import LinearConfig
-    from transfer.linear_task import run_linear
+    from transfer.probing.linear import run_linear
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -192,7 +195,7 @@ def linear(root: Path) -> Task:
 def features(root: Path) -> Task:
     """transfer/knn.py: features of both splits into the store, then the vote."""
     from transfer.config import KnnConfig
-    from transfer.knn_task import run_knn
+    from transfer.nearest.knn import run_knn
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -231,7 +234,7 @@ def proposals(root: Path) -> Task:
 
 def detection(root: Path) -> Task:
     """A small Faster R-CNN, a checkpoint every other iteration."""
-    from instdisc.dist import init_process
+    from instdisc.training.dist import init_process
     from transfer.detection.settings import DetectConfig
     from transfer.detection.task import run_detect
 
@@ -264,8 +267,8 @@ def detection(root: Path) -> Task:
 
 def report(root: Path) -> Task:
     """A report over an older one: every file is of the one or of the other."""
-    from transfer.report_task import write_report
-    from transfer.study_config import ReportConfig
+    from transfer.reporting.report import write_report
+    from transfer.suites.settings import ReportConfig
 
     def row(task: str, value: float, seed: int) -> Result:
         protocol = "k=200 tau=0.07 embedding" if task == "knn" else "stage=conv5 solver=sgd"
@@ -321,7 +324,7 @@ def check_files(folder: Path) -> int:
         elif file.suffix == ".json" and file.name != "metrics.json":
             json.loads(file.read_text("utf-8"))
         elif file.name == "metrics.jsonl":
-            runs.read_jsonl(file)
+            folders.read_jsonl(file)
         elif file.name == "report.html":
             assert file.read_bytes().rstrip().endswith(b"</html>"), file
     return count
@@ -439,7 +442,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    runs.git_revision = lambda: None  # a process of its own at each start, and no part of a result
+    # It is a process of its own at each start, and no part of a result.
+    folders.git_revision = lambda: None
     backbones.ARCHS["tiny"] = backbones.Arch(tiny, 8, (8,) * 5, ("0", "1", "2", "3", "4"))
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch).resolve()

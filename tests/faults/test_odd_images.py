@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from instdisc.cli import UserError
-from instdisc.data import ImageSet, find_bad_images, read_folder
-from instdisc.loading import Samples
-from instdisc.transforms import InputSpec, pretrain_transform
+from instdisc.errors import UserError
+from instdisc.images.loading import Samples
+from instdisc.images.sets import ImageSet, find_bad_images, read_folder
+from instdisc.images.transforms import InputSpec, pretrain_transform
 
 RGB = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 16, 3), dtype=np.uint8))
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 from PIL import Image
 
-from instdisc.backbones import Embedding, backbone_payload, build_backbone
-from instdisc.checkpoint import load_checkpoint, load_last, previous_of, save_checkpoint
-from instdisc.cli import UserError
-from instdisc.seed import seeded
-from instdisc.transforms import InputSpec
+from instdisc.errors import UserError
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.runs.checkpoint import load_checkpoint, load_last, previous_of, save_checkpoint
+from instdisc.training.seed import seeded
 from pretrain.run import main as pretrain_main
 from transfer.semisup import main as semisup_main
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.checkpoint import load_checkpoint
 from instdisc.cli import PACKAGES
-from instdisc.data import load_images
-from instdisc.locations import locate_data
-from instdisc.results import read_results
+from instdisc.images.locations import locate_data
+from instdisc.images.sets import load_images
+from instdisc.runs.checkpoint import load_checkpoint
+from instdisc.runs.results import read_results
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 NOBODY = "65534"

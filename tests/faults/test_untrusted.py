@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 pytest.importorskip("detectron2")
 from transfer.detection.recipe import read_config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.checkpoint import load_checkpoint
+from instdisc.runs.checkpoint import load_checkpoint
 from pretrain.run import main
 
 SMALL = [

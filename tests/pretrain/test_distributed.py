@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import UserError
-from instdisc.dist import init_process
-from instdisc.runs import read_jsonl
+from instdisc.errors import UserError
+from instdisc.runs.checkpoint import load_checkpoint
+from instdisc.runs.folders import read_jsonl
+from instdisc.training.dist import init_process
 
 # Processes that start torch take seconds each.
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 WORKER = """
 import json, os, sys
 from torch import nn
-from instdisc import backbones
+from instdisc.networks import backbones
 from instdisc.cli import from_dict
 from pretrain.config import PretrainConfig
 from pretrain.memory_bank import MemoryBank

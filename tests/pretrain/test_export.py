@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from instdisc.backbones import backbone_payload, build_backbone
-from instdisc.checkpoint import save_checkpoint
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import backbone_payload, build_backbone
+from instdisc.runs.checkpoint import save_checkpoint
 from pretrain.export import main
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.backbones import build_backbone
 from instdisc.importers.api import FORMATS
-from instdisc.weights import load_backbone
+from instdisc.networks.backbones import build_backbone
+from instdisc.networks.weights import load_backbone
 from pretrain.import_weights import Format, main
 
 

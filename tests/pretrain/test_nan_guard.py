@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import UserError, parse
+from instdisc.cli import parse
+from instdisc.errors import UserError
+from instdisc.runs.checkpoint import load_checkpoint
 from pretrain.config import PretrainConfig, parse_on_nan
 from pretrain.pipeline import pretrain
 from pretrain.trainer import Trainer

@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 # Run by each process; its place in the group is in the environment, as torchrun leaves it.
 WORKER = """
 import json, sys, torch
-from instdisc import dist
+from instdisc.training import dist
 from pretrain.config import PretrainConfig
 from pretrain.criterion import Criterion
 from pretrain.placement import build_bank

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.checkpoint import load_checkpoint, save_checkpoint
-from instdisc.cli import Interrupted, UserError, to_dict
-from instdisc.runs import read_jsonl
-from instdisc.weights import load_backbone
+from instdisc.cli import to_dict
+from instdisc.errors import Interrupted, UserError
+from instdisc.networks.weights import load_backbone
+from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
+from instdisc.runs.folders import read_jsonl
 from pretrain.config import PretrainConfig
 from pretrain.memory_bank import MemoryBank
 from pretrain.pipeline import pretrain

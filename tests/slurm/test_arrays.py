@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from slurm.arrays import Array, plan_arrays
+from slurm.cluster import Array, plan_arrays
 from slurm.jobs import Job
 from slurm.resources import Resources
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from slurm import attempt
 from slurm.jobs import Job, progress_of, read_status, save_job, write_record
 

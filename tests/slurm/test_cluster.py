@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from instdisc.backbones import Embedding, backbone_payload, build_backbone
-from instdisc.checkpoint import load_checkpoint, save_checkpoint
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
 from slurm import status, submit
 from slurm.jobs import read_status
 

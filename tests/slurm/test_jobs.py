@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from slurm.jobs import (
     Job,
     load_job,

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from slurm.resources import Resources, load_resources, parse_minutes
 
 TASKS = ("pretrain", "knn")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slurm import status
+from slurm.cluster import Queued, find_state
 from slurm.jobs import Job, save_job, write_status, write_submission
-from slurm.queue_state import Queued, find_state
 
 ATTEMPT = {"number": 0, "host": socket.gethostname(), "progress": 0}
 ON_SLURM = {"cluster": "slurm", "job_id": "7"}

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from instdisc import backbones
-from instdisc.backbones import Embedding, backbone_payload, build_backbone
-from instdisc.checkpoint import save_checkpoint
-from instdisc.seed import seeded
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks import backbones
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.training.seed import seeded
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # As source, so that other interpreters can have it too. Free of batch statistics, so that its
 # gradient does not depend on how a batch is cut over processes.
 TINY = """
 from torch import nn
-from instdisc import backbones
+from instdisc.networks import backbones
 
 def tiny(stem, batch_norm):
     def stage(width, stride):

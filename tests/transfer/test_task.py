@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instdisc.cli import UserError, parse
-from instdisc.data import ImageSet
-from instdisc.weights import open_weights
+from instdisc.cli import parse
+from instdisc.errors import UserError
+from instdisc.images.sets import ImageSet
+from instdisc.networks.weights import open_weights
 from transfer.config import KnnConfig, RetrieveConfig
 from transfer.task import align_labels, find_location, joint_fingerprint, open_task
 

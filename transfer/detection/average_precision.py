@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.detection.voc import Record
 
 Method = Literal["11point", "area"]

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
-from instdisc.checkpoint import DamagedFile, load_file, set_aside, torch_file
-from instdisc.cli import UserError
-from instdisc.runs import write_text
+from instdisc.errors import UserError
+from instdisc.runs.checkpoint import DamagedFile, load_file, set_aside, torch_file
+from instdisc.runs.folders import write_text
 
 KEPT = 2
 

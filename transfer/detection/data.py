@@ -16,11 +16,12 @@ from detectron2.data.detection_utils import SizeMismatchError
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from instdisc.cli import UserError
-from instdisc.demo import write_detection
-from instdisc.loading import build_loader, epoch_order
-from instdisc.runs import runs_root
-from instdisc.seed import derive_seed
+from instdisc.errors import UserError
+from instdisc.images.demo import write_detection
+from instdisc.images.loading import build_loader, epoch_order
+from instdisc.names import VOC_VARIABLE
+from instdisc.runs.folders import runs_root
+from instdisc.training.seed import derive_seed
 from transfer.detection.proposal_files import Proposals, read_proposals
 from transfer.detection.proposals import check_proposals, make_proposals, proposal_file
 from transfer.detection.voc import VocSplit, find_class_names, fingerprint, read_voc
@@ -57,7 +58,7 @@ def locate_voc(named: str | None) -> VocSource:
     """The folder that --voc-root or DETECTRON2_DATASETS names; the embedded set if neither does."""
     flag = "--voc-root"
     if named is None:
-        named, flag = os.environ.get("DETECTRON2_DATASETS"), "DETECTRON2_DATASETS"
+        named, flag = os.environ.get(VOC_VARIABLE), VOC_VARIABLE
     if not named or named == "demo":
         return VocSource(write_detection(runs_root() / "demo-data"), is_demo=True)
     root = Path(named).expanduser()

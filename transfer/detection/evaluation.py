@@ -10,9 +10,9 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from torch import nn
 
-from instdisc.dist import Process
-from instdisc.run_log import progress
-from instdisc.runs import write_json, write_text
+from instdisc.runs.folders import write_json, write_text
+from instdisc.runs.log import progress
+from instdisc.training.dist import Process
 from transfer.detection.average_precision import (
     Detections,
     Result,

@@ -7,9 +7,9 @@ import torch
 from detectron2.utils import comm
 from torch.multiprocessing.spawn import spawn
 
-from instdisc import dist
-from instdisc.cli import UserError
-from instdisc.run_log import setup_logging
+from instdisc.errors import UserError
+from instdisc.runs.log import setup_logging
+from instdisc.training import dist
 from transfer.detection.settings import DetectConfig
 from transfer.detection.task import run_detect
 

@@ -4,7 +4,7 @@ import logging
 import warnings
 from pathlib import Path
 
-from instdisc.run_log import LOGGER, setup_logging
+from instdisc.runs.log import LOGGER, setup_logging
 
 
 def route_logs(file: Path, *, is_main: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import scipy.io
 from scipy.io.matlab import MatReadError
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 MAT_ERRORS = (
     *(

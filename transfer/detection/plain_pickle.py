@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 
 class _Dtype:

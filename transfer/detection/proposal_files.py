@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from instdisc.cli import UserError
-from instdisc.runs import atomic_file
+from instdisc.errors import UserError
+from instdisc.runs.folders import atomic_file
 from transfer.detection.mat_files import read_mat
 from transfer.detection.plain_pickle import load_plain_pickle
 from transfer.detection.voc import XYXY_ABS

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from instdisc.cli import UserError
-from instdisc.runs import runs_root
+from instdisc.errors import UserError
+from instdisc.runs.folders import runs_root
 from transfer.detection.average_precision import box_iou
 from transfer.detection.proposal_files import (
     Array,

@@ -8,7 +8,7 @@ from typing import IO, Any
 import yaml
 from detectron2.config import CfgNode, get_cfg
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 # Keys that follow the batch size: how each changes when the batch is `factor` times the reference.
 SCALED_UP = ("SOLVER.BASE_LR",)

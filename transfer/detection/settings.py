@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.config import check, data_option, network_option, protocol_option, run_option
 
 INIT = re.compile(r"ours|scratch|supervised:.+")

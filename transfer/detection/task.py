@@ -11,13 +11,14 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from instdisc import dist
-from instdisc.cli import UserError, to_dict, volatile_fields
-from instdisc.dist import Process
-from instdisc.locks import lock_folder
-from instdisc.results import Result, append_results, config_hash
-from instdisc.run_log import LOGGER
-from instdisc.runs import runs_root, write_json, write_text
+from instdisc.cli import to_dict, volatile_fields
+from instdisc.errors import UserError
+from instdisc.runs.folders import runs_root, write_json, write_text
+from instdisc.runs.locks import lock_folder
+from instdisc.runs.log import LOGGER
+from instdisc.runs.results import Result, append_results, config_hash
+from instdisc.training import dist
+from instdisc.training.dist import Process
 from transfer.detection import recipe
 from transfer.detection.data import VocData, load_voc_data, locate_voc
 from transfer.detection.drawing import draw_detections

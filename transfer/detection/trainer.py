@@ -16,13 +16,13 @@ from detectron2.utils.events import JSONWriter, TensorboardXWriter
 from fvcore.nn.precise_bn import get_bn_modules
 from torch.nn.parallel import DistributedDataParallel
 
-from instdisc import dist
-from instdisc.cli import UserError
-from instdisc.dist import Process
-from instdisc.run_log import LOGGER, StepBar
-from instdisc.runs import read_jsonl, write_text
-from instdisc.seed import seed_global, seeded
-from instdisc.signals import StopSignal
+from instdisc.errors import UserError
+from instdisc.runs.folders import read_jsonl, write_text
+from instdisc.runs.log import LOGGER, StepBar
+from instdisc.runs.signals import StopSignal
+from instdisc.training import dist
+from instdisc.training.dist import Process
+from instdisc.training.seed import seed_global, seeded
 from transfer.detection import roi_heads  # noqa: F401 # registers TransferRes5ROIHeads
 from transfer.detection.checkpoints import AtomicCheckpointer
 from transfer.detection.data import VocData, build_train_loader, check_readable

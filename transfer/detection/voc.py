@@ -21,7 +21,7 @@ from xml.parsers import expat
 
 from PIL import Image
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 
 # In the customary order: a class's position is its category id in every published VOC model.
 VOC_CLASSES = (

@@ -16,18 +16,18 @@ import yaml
 from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
-from instdisc.backbones import Backbone
-from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export import detectron2_backbones  # noqa: F401 # registers AlexNet and VGG16
 from instdisc.export.bundle import REPORT, hash_file
 from instdisc.export.contract import Source
 from instdisc.export.to_detectron2 import SIDECAR, WEIGHTS, save_detectron2
 from instdisc.export.verify import verify_target
 from instdisc.importers.api import import_checkpoint
-from instdisc.run_log import LOGGER
-from instdisc.runs import newest_backbone
-from instdisc.weights import open_weights
+from instdisc.networks.backbones import Backbone
+from instdisc.networks.weights import open_weights
+from instdisc.runs.checkpoint import save_checkpoint, weights_hash
+from instdisc.runs.folders import newest_backbone
+from instdisc.runs.log import LOGGER
 from transfer.detection.plain_pickle import load_plain_pickle
 
 # Where a detector keeps the layers of a backbone; C4 heads have res5, FPN's bottom-up has all.

@@ -11,10 +11,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from instdisc.backbones import Backbone, backbone_payload, build_backbone
 from instdisc.export.contract import Source
 from instdisc.export.verify import CONVERTERS
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Backbone, backbone_payload, build_backbone
 
 # None of the numbers is ImageNet's, so that no default of a library can pass for them.
 SPEC = InputSpec(size=96, mean=(0.5, 0.45, 0.4), std=(0.25, 0.2, 0.3), crop_ratio=0.875)

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import MENDABLE, UserError
 from instdisc.export import bundle
 from instdisc.export.bundle import export_backbone
 from instdisc.export.verify import CONVERTERS
-from instdisc.failures import MENDABLE
+from instdisc.runs.checkpoint import save_checkpoint, weights_hash
 
 
 @pytest.fixture

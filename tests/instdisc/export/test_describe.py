@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from instdisc.checkpoint import save_checkpoint, weights_hash
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.describe import describe_checkpoint
+from instdisc.runs.checkpoint import save_checkpoint, weights_hash
 
 
 def test_a_backbone_is_described(payload, tmp_path):

@@ -11,7 +11,7 @@ from detectron2.config import get_cfg
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone, build_model
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.detectron2_backbones import PlainBackbone
 from instdisc.export.to_detectron2 import (
     detectron2_config,

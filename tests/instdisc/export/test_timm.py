@@ -8,11 +8,11 @@ import timm
 import torch
 from timm.data import create_transform, resolve_model_data_config
 
-from instdisc.backbones import build_backbone
 from instdisc.export.contract import Source, normalize
 from instdisc.export.to_timm import crop_pct, save_timm, timm_config, timm_name, to_timm
 from instdisc.export.verify import fixed_images, verify_target
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import build_backbone
 
 
 def open_folder(folder, **kwargs):

@@ -2,11 +2,11 @@ import pytest
 import torch
 import torchvision
 
-from instdisc.backbones import build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.contract import Source
 from instdisc.export.to_torchvision import save_torchvision, to_torchvision, torchvision_name
-from instdisc.transforms import InputSpec
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import build_backbone
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from instdisc.backbones import STAGES, build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.contract import build_source
 from instdisc.export.verify import CONVERTERS, difference, verify_target
 from instdisc.importers.api import import_checkpoint
+from instdisc.names import STAGES
+from instdisc.networks.backbones import build_backbone
 
 ARCHS = ("alexnet", "vgg16", "resnet18", "resnet50")
 TARGETS = ("timm", "detectron2", "torchvision")

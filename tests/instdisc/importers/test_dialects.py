@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from instdisc.backbones import Embedding, build_backbone, restore_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import FORMATS, import_checkpoint
+from instdisc.networks.backbones import Embedding, build_backbone, restore_backbone
 
 State = dict[str, Tensor]
 WIDTH = 512  # of ResNet-18's features

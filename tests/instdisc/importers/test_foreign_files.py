@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import describe
 from instdisc.importers.foreign_files import MALFORMED, read_foreign
 from instdisc.importers.stored_tensors import is_tensor

@@ -10,19 +10,19 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from instdisc.backbones import Backbone, build_backbone
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.export.contract import Source
 from instdisc.export.fold import fold_trunk
 from instdisc.export.to_detectron2 import save_detectron2
 from instdisc.export.to_timm import save_timm
 from instdisc.export.to_torchvision import save_torchvision
+from instdisc.images.transforms import InputSpec
 from instdisc.importers.api import import_checkpoint
 from instdisc.importers.foreign_files import ForeignFile
 from instdisc.importers.inputs import Overrides
 from instdisc.importers.plan import choose, make_plan
 from instdisc.importers.stored_tensors import Storage, StoredTensor, row_major
-from instdisc.transforms import InputSpec
+from instdisc.networks.backbones import Backbone, build_backbone
 
 SPEC = InputSpec(96, (0.5, 0.4, 0.3), (0.2, 0.25, 0.125), 0.75)
 

@@ -10,14 +10,14 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from instdisc.backbones import ARCHS, build_backbone, restore_backbone
-from instdisc.checkpoint import save_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import FORMATS, describe, find_format, import_checkpoint
 from instdisc.importers.foreign_files import ForeignFile, read_foreign
 from instdisc.importers.inputs import Overrides
 from instdisc.importers.recognition import Network, recognise
-from instdisc.weights import load_backbone
+from instdisc.networks.backbones import ARCHS, build_backbone, restore_backbone
+from instdisc.networks.weights import load_backbone
+from instdisc.runs.checkpoint import save_checkpoint
 
 State = dict[str, Tensor]
 

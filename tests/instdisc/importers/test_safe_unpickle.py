@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from instdisc.importers.api import describe
 from instdisc.importers.foreign_files import read_foreign
 from instdisc.importers.safe_unpickle import LEGACY_MAGIC, LEGACY_PROTOCOL

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from instdisc.backbones import Embedding, backbone_payload, build_backbone
-from instdisc.checkpoint import save_checkpoint
-from instdisc.demo import write_detection
-from instdisc.seed import seeded
-from instdisc.transforms import InputSpec
+from instdisc.images.demo import write_detection
+from instdisc.images.transforms import InputSpec
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.training.seed import seeded
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.detection.average_precision import (
     COCO_THRESHOLDS,
     Detections,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.results import check_results
+from instdisc.runs.results import check_results
 from transfer.detect import main
 
 QUICK = (

@@ -11,9 +11,9 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 
-from instdisc.backbones import restore_backbone
-from instdisc.checkpoint import load_checkpoint
-from instdisc.cli import UserError
+from instdisc.errors import UserError
+from instdisc.networks.backbones import restore_backbone
+from instdisc.runs.checkpoint import load_checkpoint
 from transfer.detection import roi_heads  # noqa: F401 # registers the res5 head
 from transfer.detection.recipe import adapt_to_weights, read_config
 from transfer.detection.settings import find_config

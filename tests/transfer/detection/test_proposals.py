@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.io
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.detection import proposals as library
 from transfer.detection.proposals import (
     Proposals,

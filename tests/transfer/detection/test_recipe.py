@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.detection.recipe import (
     adapt_to_scratch,
     adapt_to_weights,

@@ -17,9 +17,9 @@ from detectron2.utils import comm
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from instdisc import dist
-from instdisc.cli import UserError
-from instdisc.dist import Process
+from instdisc.errors import UserError
+from instdisc.training import dist
+from instdisc.training.dist import Process
 from transfer.detection.data import TrainingOrder, VocSource, load_voc_data
 from transfer.detection.evaluation import detect as detect_all
 from transfer.detection.recipe import adapt_to_weights, read_config

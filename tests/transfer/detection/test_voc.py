@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from instdisc.cli import UserError
+from instdisc.errors import UserError
 from transfer.detection.voc import (
     VOC_CLASSES,
     VocSplit,

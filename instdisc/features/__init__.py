@@ -1,0 +1,1 @@
+"""Features of images: extracted, and stored on disk."""

@@ -1,0 +1,1 @@
+"""Image sets: where they are, how they are read, augmented and batched."""

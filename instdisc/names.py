@@ -1,0 +1,30 @@
+"""Names that several packages share: data, no code. Imports no torch."""
+
+import signal
+from typing import Literal, get_args
+
+ArchName = Literal["alexnet", "vgg16", "resnet18", "resnet50"]
+ARCH_NAMES: tuple[ArchName, ...] = get_args(ArchName)
+Stem = Literal["imagenet", "small"]
+STAGES = ("conv1", "conv2", "conv3", "conv4", "conv5")
+Precision = Literal["half", "float32"]  # of stored features
+SubsetMode = Literal["random", "balanced"]
+
+# The detection config of each architecture; the paper has no detector with ResNet-18.
+DETECTORS = {
+    "alexnet": "fast_alexnet",
+    "vgg16": "fast_vgg16",
+    "resnet18": "faster_r18",
+    "resnet50": "faster_r50",
+}
+PAPER_DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
+
+# Environment variables: the folder of all runs, the default of --data, that of --voc-root.
+RUNS_VARIABLE = "INSTDISC_RUNS"
+DATA_VARIABLE = "INSTDISC_DATA"
+VOC_VARIABLE = "DETECTRON2_DATASETS"
+
+# SIGTERM: preemption, cancelling. SIGUSR1, SIGUSR2: what a scheduler is told to send before the
+# time limit. SIGINT: a person.
+SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)

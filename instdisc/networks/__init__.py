@@ -1,0 +1,1 @@
+"""The backbones, every name that --weights takes, initialisation from data."""

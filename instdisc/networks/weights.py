@@ -1,0 +1,189 @@
+"""`--weights`: the names by which every task finds its network.
+
+(nothing)             the newest pretraining run
+runs/pretrain/x       a run folder; or a backbone.pt, ours or imported
+random:resnet50       random initialisation, seed 0; random:resnet50:3 is seed 3
+data-init:resnet50    data-dependent initialisation from a few images; data-init:resnet50:3
+timm:resnet50.a1_in1k any timm model, with timm's pretrained weights; timm:local-dir:DIR too
+"""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from instdisc.errors import UserError
+from instdisc.images.transforms import InputSpec
+from instdisc.names import STAGES
+from instdisc.networks.backbones import Backbone, Embedding, build_backbone, restore_backbone
+from instdisc.networks.data_init import initialize_from_data
+from instdisc.runs.checkpoint import load_checkpoint, weights_hash
+from instdisc.runs.folders import newest_backbone
+from instdisc.training.seed import seeded
+
+
+class TimmBackbone(nn.Module):
+    """A timm model behind the interface of `Backbone`: pooled features and five stages."""
+
+    trunk: Any
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        # An outsider's library: only who asks for it pays for the import.
+        import timm
+        from timm.data.config import resolve_model_data_config
+
+        try:
+            self.trunk = timm.create_model(name, pretrained=True, num_classes=0)
+        except (RuntimeError, ValueError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"timm cannot make {name} ({reason}): see timm.list_models()") from None
+        self.arch = f"timm:{name}"
+        self.feature_dim = int(self.trunk.num_features)
+        info = getattr(self.trunk, "feature_info", [])[-len(STAGES) :]
+        self.channels = tuple(int(level["num_chs"]) for level in info)
+        self.config: dict[str, Any] = resolve_model_data_config(self.trunk)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Pooled features, `(B, feature_dim)`."""
+        return self.trunk(images)
+
+    def stages(self, images: Tensor) -> dict[str, Tensor]:
+        """The model's last five feature maps as conv1..conv5, each `(B, C, H, W)`."""
+        maps = self.trunk.forward_intermediates(
+            images, indices=len(STAGES), intermediates_only=True
+        )
+        return dict(zip(STAGES, maps, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A network and what is known of it.
+
+    Attributes:
+        name: what results call it.
+        backbone: pooled features and conv1..conv5.
+        embedding: the same backbone with its 128-d head, where it has one.
+        spec: how it wants its images.
+        pretraining: config, data set, epoch; empty where unknown.
+        file: where it came from, for `backbone.pt` files.
+    """
+
+    name: str
+    backbone: Backbone | TimmBackbone
+    embedding: Embedding | None
+    spec: InputSpec
+    pretraining: dict[str, Any]
+    file: Path | None = None
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of all tensors."""
+        model = self.embedding if self.embedding is not None else self.backbone
+        return weights_hash(model.state_dict())
+
+    @property
+    def data(self) -> str | None:
+        """The data that it was pretrained on, as `--data` takes it."""
+        return (self.pretraining.get("config") or {}).get("data")
+
+
+def _open_random(text: str, data: str | None, kind: str = "random") -> Weights:
+    arch, _, seed = text.partition(":")
+    if seed and not seed.isdecimal():
+        raise UserError(f"{kind}:{text}: write {kind}:ARCH or {kind}:ARCH:SEED")
+    with seeded(int(seed or 0), "random"):
+        model = Embedding(build_backbone(arch))
+    return Weights(f"{kind}:{text}", model.backbone, model, InputSpec(), {})
+
+
+def _open_data_init(text: str, data: str | None) -> Weights:
+    weights = _open_random(text, data, "data-init")
+    assert weights.embedding is not None
+    seed = int(text.partition(":")[2] or 0)
+    initialize_from_data(weights.embedding, weights.spec, data=data, seed=seed)
+    return weights
+
+
+def _open_timm(name: str, data: str | None) -> Weights:
+    backbone = TimmBackbone(name)
+    config = backbone.config
+    spec = InputSpec(
+        size=int(config["input_size"][-1]),
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        crop_ratio=float(config["crop_pct"]),
+    )
+    return Weights(f"timm:{name}", backbone, None, spec, {})
+
+
+def _open_file(path: Path) -> Weights:
+    payload = load_checkpoint(path, "backbone")
+    try:
+        model = restore_backbone(payload)
+        spec = InputSpec.from_dict(payload["input"])
+        pretraining = dict(payload["pretraining"])
+        config = dict(pretraining.get("config") or {})
+        if not isinstance(config.get("data"), str | None):
+            raise ValueError("the name of its data is no text")
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{path} lacks a part of a backbone, or has an odd one ({reason}): make it again with "
+            "pretrain/run.py or pretrain/import_weights.py"
+        ) from None
+    return Weights(
+        name=path.parent.name if path.name == "backbone.pt" else path.stem,
+        backbone=model.backbone if isinstance(model, Embedding) else model,
+        embedding=model if isinstance(model, Embedding) else None,
+        spec=spec,
+        pretraining=pretraining,
+        file=path,
+    )
+
+
+def open_weights(name: str | Path | None = None, *, data: str | None = None) -> Weights:
+    """Opens a network by name, in eval mode; see the module's docstring for the names.
+
+    Args:
+        name: what `--weights` says.
+        data: what `--data` says, for initialisation from images.
+    """
+    makers: dict[str, Callable[[str, str | None], Weights]] = {
+        "random": _open_random,
+        "data-init": _open_data_init,
+        "timm": _open_timm,
+    }
+    kind, _, rest = str(name or "").partition(":")
+    if kind in makers:
+        weights = makers[kind](rest, data)
+    else:
+        path = newest_backbone() if name is None else Path(name)
+        path = path / "backbone.pt" if path.is_dir() else path
+        if not path.exists():
+            raise UserError(
+                f"--weights {name}: no such run, file, random:ARCH, data-init:ARCH or timm:NAME"
+            )
+        weights = _open_file(path)
+    for module in (weights.backbone, weights.embedding):
+        if module is not None:
+            module.eval()
+    return weights
+
+
+def load_backbone(weights: str | Path | None = None) -> Backbone | TimmBackbone:
+    """Loads a backbone in eval mode: the one door for outsiders.
+
+    Args:
+        weights: a backbone.pt, a run folder, `random:ARCH`, `data-init:ARCH`, `timm:NAME`; None
+            for the newest run.
+
+    Returns:
+        The backbone without its projection: `model(images)` gives `(B, feature_dim)`,
+        `model.stages(images)` the five feature maps conv1..conv5.
+    """
+    return open_weights(weights).backbone

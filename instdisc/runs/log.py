@@ -1,0 +1,150 @@
+"""What a run says while it works: log file, progress bar, metrics.jsonl, TensorBoard."""
+
+import json
+import logging
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from instdisc.runs.folders import read_jsonl, write_text
+
+LOGGER = logging.getLogger("instdisc")
+Item = TypeVar("Item")
+
+
+class _AboveProgressBar(logging.StreamHandler):
+    """Writes log lines so that they do not tear a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line above the bar."""
+        tqdm.write(self.format(record), file=sys.stdout)
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk ends the run for, like every other file of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called in the handler of what went wrong."""
+        if isinstance(sys.exc_info()[1], OSError):
+            raise
+        super().handleError(record)
+
+
+def setup_logging(log_file: Path | None, *, is_main: bool = True) -> logging.Logger:
+    """Logs to the terminal and to a file; other processes than the first only warn."""
+    for handler in LOGGER.handlers:
+        handler.close()
+    LOGGER.handlers.clear()
+    LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO if is_main else logging.WARNING)
+    screen = _AboveProgressBar()
+    screen.setFormatter(logging.Formatter("%(message)s"))
+    LOGGER.addHandler(screen)
+    if log_file is not None and is_main:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        file = _LogFile(log_file, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        LOGGER.addHandler(file)
+    return LOGGER
+
+
+def boxed(text: str, width: int = 72) -> str:
+    """A paragraph in a frame of stars, for what nobody may overlook."""
+    lines = textwrap.wrap(text, width - 6)
+    body = [f"*  {line:<{width - 6}}  *" for line in lines]
+    return "\n".join(["", "*" * width, *body, "*" * width])
+
+
+def progress(
+    items: Iterable[Item], *, title: str, enabled: bool = True, total: int | None = None
+) -> Iterator[Item]:
+    """A bar with rate and ETA on a terminal; silent in a log file, where lines tell instead."""
+    hidden = not (enabled and sys.stderr.isatty())
+    yield from tqdm(items, desc=title, total=total, disable=hidden, leave=False)
+
+
+class MetricsLog:
+    """metrics.jsonl, a row per event; and the same numbers for TensorBoard.
+
+    On resume the rows after the checkpoint are dropped, as those steps are about to be repeated;
+    `kept` holds the others.
+    """
+
+    def __init__(
+        self, folder: Path, *, step: int, tensorboard: bool = True, enabled: bool = True
+    ) -> None:
+        self._file: Any = None
+        self._writer: Any = None
+        self.kept: list[dict[str, Any]] = []
+        if not enabled:
+            return
+        self.path = folder / "metrics.jsonl"
+        self.kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
+        write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.kept))
+        self._file = self.path.open("a", encoding="utf-8")
+        if tensorboard:
+            # Heavy to import, and not needed by anything else.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, **values: float | int | str | None) -> None:
+        """Appends one row."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._writer is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes everything to disk."""
+        if self._file is not None:
+            self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+class StepBar:
+    """Progress of a run over its steps: a bar on a terminal, a line now and then in a log."""
+
+    SECONDS_BETWEEN_LINES = 30
+
+    def __init__(self, total: int, done: int, batch_size: int, *, enabled: bool = True) -> None:
+        self.batch_size = batch_size
+        self.total, self.first, self.done = total, done, done
+        self.started = self.told = time.monotonic()
+        self.enabled = enabled
+        hidden = not (enabled and sys.stderr.isatty())
+        self._bar = tqdm(total=total, initial=done, desc="steps", disable=hidden, leave=False)
+
+    @property
+    def images_per_second(self) -> float:
+        """The mean rate since this process started."""
+        elapsed = max(time.monotonic() - self.started, 1e-9)
+        return (self.done - self.first) * self.batch_size / elapsed
+
+    def advance(self, loss: float, epoch: float) -> None:
+        """Counts one step."""
+        self.done += 1
+        self._bar.set_postfix_str(f"loss {loss:.3f}, {self.images_per_second:.0f} images/s")
+        self._bar.update()
+        now = time.monotonic()
+        if self._bar.disable and self.enabled and now - self.told > self.SECONDS_BETWEEN_LINES:
+            self.told = now
+            left = (self.total - self.done) * self.batch_size / self.images_per_second
+            LOGGER.info(
+                f"step {self.done}/{self.total} (epoch {epoch:.2f})  loss {loss:.4f}  "
+                f"{self.images_per_second:.0f} images/s  {tqdm.format_interval(left)} left"
+            )
+
+    def close(self) -> None:
+        """Takes the bar off the screen."""
+        self._bar.close()

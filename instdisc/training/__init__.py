@@ -1,0 +1,1 @@
+"""What training loops share: processes, precision, seeds, schedules, timing."""

@@ -1,0 +1,97 @@
+"""Every name that --weights takes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import instdisc
+from instdisc.errors import UserError
+from instdisc.images.transforms import InputSpec
+from instdisc.names import STAGES
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
+from instdisc.networks.weights import open_weights
+from instdisc.runs.checkpoint import save_checkpoint
+
+
+def save(path: Path, seed: int, *, projection: bool = True) -> Embedding:
+    torch.manual_seed(seed)
+    model = Embedding(build_backbone("resnet18"), 16)
+    payload = {
+        **backbone_payload(model if projection else model.backbone),
+        "input": InputSpec(size=64).to_dict(),
+        "pretraining": {"config": {"data": "demo"}},
+    }
+    save_checkpoint(path, "backbone", payload)
+    return model
+
+
+def test_files_folders_and_the_newest_run(tmp_path: Path) -> None:
+    for age, name in ((10, "old"), (5, "new")):
+        file = tmp_path / "runs" / "pretrain" / name / "backbone.pt"
+        save(file, age)
+        os.utime(file, (1e9 - age, 1e9 - age))
+    newest = open_weights(None)
+    assert newest.name == "new"
+    assert newest.hash == open_weights(tmp_path / "runs" / "pretrain" / "new").hash
+    other = open_weights(tmp_path / "runs" / "pretrain" / "old" / "backbone.pt")
+    assert other.hash != newest.hash
+    assert newest.spec.size == 64
+    assert newest.data == "demo"
+    assert newest.embedding is not None
+    assert not newest.backbone.training
+
+
+def test_a_backbone_without_projection_has_no_embedding(tmp_path: Path) -> None:
+    save(tmp_path / "x.pt", 0, projection=False)
+    weights = open_weights(str(tmp_path / "x.pt"))
+    assert weights.embedding is None
+    assert weights.name == "x"
+
+
+def test_random_weights_are_seeded() -> None:
+    one, same, other = (
+        open_weights(n).hash for n in ("random:resnet18", "random:resnet18:0", "random:resnet18:1")
+    )
+    assert one == same != other
+
+
+def test_a_timm_model_has_five_stages_and_its_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+
+    inner = timm.create_model
+    monkeypatch.setattr(
+        timm, "create_model", lambda name, pretrained, **kw: inner(name, pretrained=False, **kw)
+    )  # no network here: the weights stay random
+    weights = open_weights("timm:resnet10t")
+    with torch.inference_mode():
+        maps = weights.backbone.stages(torch.randn(1, 3, 64, 64))
+        features = weights.backbone(torch.randn(1, 3, 64, 64))
+    assert tuple(maps) == STAGES
+    assert [m.shape[1] for m in maps.values()] == list(weights.backbone.channels)
+    assert features.shape == (1, weights.backbone.feature_dim)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere", "no such run"),
+        ("random:resnet51", "unknown arch"),
+        ("random:resnet18:x", "random:ARCH:SEED"),
+        ("timm:no_such_model", "timm cannot make"),
+    ],
+)
+def test_names_that_mean_nothing(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        open_weights(name)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    script = "import instdisc, sys; assert 'torch' not in sys.modules; instdisc.load_backbone"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert callable(instdisc.load_backbone)
+    with pytest.raises(AttributeError):
+        _ = instdisc.no_such_name

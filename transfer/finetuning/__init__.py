@@ -1,0 +1,1 @@
+"""Semi-supervised fine-tuning and the supervised loop."""

@@ -1,0 +1,1 @@
+"""kNN classification and retrieval."""

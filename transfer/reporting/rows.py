@@ -1,0 +1,251 @@
+"""From result rows to measurements: what was measured, of which network, how often.
+
+Imports no torch. Two rows are repetitions of one measurement if they agree in everything but seeds:
+of the task, and of the pretraining or the random weights behind it.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from instdisc.errors import UserError
+from instdisc.runs.results import Result
+from transfer.reporting.paper_numbers import Kind
+
+METRICS = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "ap50_11point": "AP50, 11-point",
+    "ap50_area": "AP50, area",
+    "ap": "AP",
+    "ap75": "AP75",
+}
+AP_WORDS = ("11-point", "area")  # of a detection protocol; the metric says it again
+# The paper's data, told by classes and training images: a folder may be called anything.
+BENCHMARKS = {
+    (1000, 1_281_167): "ImageNet",
+    (205, 2_448_873): "Places205",
+    (10, 50_000): "CIFAR-10",
+}
+# Of detection, by training and test images.
+VOC_BENCHMARKS = {(5011, 4952): "VOC2007", (16551, 4952): "VOC2007 + 2012"}
+# Settings that a label names if they are not the paper's.
+NOTED = {
+    "train_fraction": (1.0, "{:.3g} of the images"),
+    "embedding_dim": (128, "{}-d"),
+    "temperature": (0.07, "tau {:g}"),
+    "proximal_weight": (0.0, "proximal {:g}"),
+    "bank_momentum": (0.0, "bank momentum {:g}"),
+    "negatives": ("per-image", "{} noise"),
+    "lr": (0.03, "lr {:g}"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What was measured, apart from seeds.
+
+    Attributes:
+        key: equal for repetitions.
+        label: what a reader sees.
+        arch: its architecture.
+        kind: what of the published rows it can be compared with.
+        facts: how it was pretrained, without the seed; empty where unknown.
+    """
+
+    key: str
+    label: str
+    arch: str
+    kind: Kind
+    facts: Mapping[str, Any] = dataclasses.field(hash=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A number over repetitions."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    def __str__(self) -> str:
+        spread = f" ± {self.std:.2f}" if self.std is not None else ""
+        return f"{self.mean:.2f}{spread} (n={self.count})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One measurement.
+
+    Attributes:
+        task: knn, linear, semisup, retrieve, detect.
+        family: its protocol without what a column says: the stage, the fraction, the kind of AP.
+        place: that word: conv3, 1%, ...; empty where there is none.
+        metric: as a reader sees it.
+        data: the images: a benchmark of the paper, or name, size and fingerprint.
+        network: what was measured.
+        measured: the number.
+        is_demo: whether it is of the embedded images, or of a network that saw only those.
+    """
+
+    task: str
+    family: str
+    place: str
+    metric: str
+    data: str
+    network: Network
+    measured: Measured
+    is_demo: bool
+
+    @property
+    def column(self) -> str:
+        """Heading of its column."""
+        return f"{self.place} {self.metric}".strip()
+
+
+def split_protocol(row: Result) -> tuple[str, str]:
+    """The protocol without what tells columns apart, and that word."""
+    sign = {"linear": "stage=", "semisup": "labeled="}.get(row.task)
+    if sign is not None:
+        words = row.protocol.split(" ")
+        family = " ".join(word for word in words if not word.startswith(sign))
+        place = next((word.removeprefix(sign) for word in words if word.startswith(sign)), "")
+        is_fraction = row.task == "semisup" and place
+        return family, f"{100 * float(place):.4g}%" if is_fraction else place
+    if row.task == "detect":
+        parts = [part.strip() for part in row.protocol.split(",")]
+        if "iterations" in row.details:  # a shortened run is another protocol
+            parts.append(f"{row.details['iterations']} iterations")
+        return ", ".join(part for part in parts if part not in AP_WORDS), ""
+    return row.protocol, "kNN" if row.task == "knn" else ""
+
+
+def name_data(row: Result) -> str:
+    """The paper's name of a data set that has its size; else name, size and fingerprint."""
+    details = row.details
+    count, classes = details.get("num_train"), details.get("num_classes")
+    if classes is None:
+        classes = len(details.get("per_class") or ())
+    if count is None and details.get("fraction"):
+        count = round(details["num_labeled"] / details["fraction"])
+    if row.task == "detect" and not row.is_demo:
+        name = VOC_BENCHMARKS.get((count or 0, details.get("num_test") or 0))
+        return name or f"{row.dataset} ({row.data_fingerprint[:8]})"
+    if not count:
+        return f"{row.dataset} ({row.data_fingerprint[:8]})"
+    name = BENCHMARKS.get((int(classes), int(count)))
+    if name is not None and (name != "CIFAR-10" or row.dataset == "cifar10"):
+        return name
+    few = f"{count:,} training images, {classes} classes"
+    return f"{row.dataset} ({few}, {row.data_fingerprint[:8]})"
+
+
+def describe_pretraining(facts: Mapping[str, Any]) -> str:
+    """Objective, length, data, and what else is not the paper's."""
+    objective = str(facts.get("objective"))
+    words = [{"nce": "NCE"}.get(objective, objective.replace("-", " "))]
+    if objective in ("nce", "sampled-softmax"):
+        words[0] += f" m={facts.get('num_negatives')}"
+    done, planned = facts.get("epoch"), facts.get("epochs")
+    length = f"{planned} epochs"
+    if done is not None and planned is not None and not math.isclose(done, planned):
+        length = f"{done:.3g} of {planned} epochs"
+    words.append(f"{length} on {facts.get('dataset', 'unknown data')}")
+    for name, (usual, text) in NOTED.items():
+        if name in facts and facts[name] != usual:
+            words.append(text.format(facts[name]))
+    return ", ".join(words)
+
+
+def find_network(row: Result) -> tuple[Network, tuple[int, int]]:
+    """The network of a row, and which repetition the row is: seeds of network and task."""
+    facts = dict(row.details.get("pretraining") or {})
+    kind, _, rest = row.weights.partition(":")
+    if row.weights == "scratch":
+        return Network(f"scratch {row.arch}", "scratch", row.arch, "random", {}), (0, row.seed)
+    if kind in ("random", "data-init"):
+        arch, _, seed = rest.partition(":")
+        name = f"{kind}:{arch}"
+        found: Kind = "random" if kind == "random" else "data-init"
+        return Network(name, name, arch, found, {}), (int(seed or 0), row.seed)
+    if kind == "supervised":
+        key = f"{row.weights} {row.weights_hash}"
+        return Network(key, row.weights, row.arch, "labels", {}), (0, row.seed)
+    if "objective" not in facts:
+        key = f"{row.weights} {row.weights_hash}"
+        return Network(key, row.weights, row.arch, "other", facts), (0, row.seed)
+    seed_of_weights = int(facts.pop("seed", 0))
+    if facts.get("train_fraction", 1.0) != 1.0:
+        facts.pop("data_fingerprint", None)  # the seed chooses the images
+    key = f"ours {row.arch} {json.dumps(facts, sort_keys=True)}"
+    label = describe_pretraining(facts)
+    return Network(key, label, row.arch, "ours", facts), (seed_of_weights, row.seed)
+
+
+def _measure(values: Iterable[float]) -> Measured:
+    numbers = list(values)
+    std = statistics.stdev(numbers) if len(numbers) > 1 else None
+    return Measured(statistics.fmean(numbers), std, len(numbers))
+
+
+def _check(row: Result) -> None:
+    """Refuses a row whose words do not say what they should, such as `labeled=much`."""
+    try:
+        find_network(row)
+        split_protocol(row)
+        name_data(row)
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise UserError(
+            f"the {row.task} row of {row.weights} ({row.protocol}, seed {row.seed}) cannot be told "
+            f"({type(error).__name__}: {error}): remove it from the results"
+        ) from None
+
+
+def collect(rows: Iterable[Result]) -> list[Entry]:
+    """One entry per measurement; of one repetition the latest row counts."""
+    rows = list(rows)
+    for row in rows:
+        _check(row)
+    # Of several image lists with the size of one benchmark, that with most rows is meant.
+    lists = Counter((name_data(row), row.data_fingerprint) for row in rows)
+    usual = {data: fingerprint for (data, fingerprint), _ in reversed(lists.most_common())}
+    groups: dict[tuple[str, ...], tuple[Entry, dict[tuple[int, int], float]]] = {}
+    names: dict[str, set[str]] = {}
+    for row in rows:
+        network, repetition = find_network(row)
+        names.setdefault(network.key, set()).add(row.weights)
+        family, place = split_protocol(row)
+        demo = row.is_demo or network.facts.get("dataset") == "demo"
+        data = name_data(row)
+        if usual[data] != row.data_fingerprint:
+            data = f"{data}, other images ({row.data_fingerprint[:8]})"
+        metric = METRICS.get(row.metric, row.metric.replace("_", " "))
+        nothing = Measured(math.nan, None, 0)
+        entry = Entry(row.task, family, place, metric, data, network, nothing, demo)
+        key = (row.task, family, place, metric, data, network.key, str(demo))
+        groups.setdefault(key, (entry, {}))[1][repetition] = row.value
+    entries = [
+        dataclasses.replace(entry, measured=_measure(values.values()))
+        for entry, values in groups.values()
+    ]
+    return _with_distinct_labels(entries, names)
+
+
+def _with_distinct_labels(entries: list[Entry], names: Mapping[str, set[str]]) -> list[Entry]:
+    """Where two networks would look the same, their names tell them apart."""
+    keys: dict[tuple[str, str], set[str]] = {}
+    for entry in entries:
+        network = entry.network
+        keys.setdefault((network.label, network.arch), set()).add(network.key)
+    found = []
+    for entry in entries:
+        network = entry.network
+        if len(keys[network.label, network.arch]) > 1:
+            label = f"{network.label} ({', '.join(sorted(names[network.key]))})"
+            network = dataclasses.replace(network, label=label)
+        found.append(dataclasses.replace(entry, network=network))
+    return found

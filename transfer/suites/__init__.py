@@ -1,0 +1,1 @@
+"""Every transfer task for several networks."""

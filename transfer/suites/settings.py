@@ -1,0 +1,99 @@
+"""SuiteConfig and ReportConfig. Imports no torch."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Literal
+
+from instdisc.errors import UserError
+from transfer.config import check, data_option, network_option, protocol_option, run_option
+
+TaskName = Literal["all", "knn", "retrieve", "linear", "semisup", "detect"]
+# Cheap ones first; knn and retrieve read the same stored features.
+TASKS = ("knn", "retrieve", "linear", "semisup", "detect")
+# Of a pretraining's configuration, what says where and how it ran, but not what was learnt.
+NOT_DECISIVE = (
+    *("data", "output", "resume", "overwrite", "device", "workers", "monitor_every"),
+    *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement", "on_nan"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuiteConfig:
+    """Every transfer task for one or several networks."""
+
+    weights: tuple[str, ...] = network_option(
+        (),
+        "one or several of: a run folder, a backbone.pt, random:ARCH[:SEED], "
+        "data-init:ARCH[:SEED], timm:NAME; the newest pretraining run if not given",
+        metavar="NAME",
+    )
+    tasks: tuple[TaskName, ...] = protocol_option(("all",), "which tasks, in this order")
+    data: str | None = data_option(
+        None, "images for all tasks but detection, as each of them takes it", metavar="DIR"
+    )
+    voc_root: str | None = data_option(None, "VOCdevkit, for detection", metavar="DIR")
+    labeled: tuple[float, ...] = protocol_option(
+        (0.01, 0.02, 0.04, 0.1, 0.2),
+        "fractions of labels for semisup; these are the paper's",
+        metavar="FRACTION",
+    )
+    trials: int = protocol_option(1, "repetitions of semisup and detect")
+    extra: tuple[str, ...] = protocol_option(
+        (),
+        "more flags for one task, as one word: --extra 'semisup --epochs 20' 'knn --k 20 200'",
+        metavar="'TASK FLAGS'",
+    )
+    seed: int = run_option(0, "of the first repetition", volatile=False)
+    workers: int | None = run_option(None, "loader processes of each task", aliases=["-j"])
+    device: Literal["auto", "cpu", "cuda"] = run_option("auto", "where to compute")
+    again: bool = run_option(False, "run finished parts again")
+    report: bool = run_option(True, "write the report at the end")
+
+    def __post_init__(self) -> None:
+        """Refuses values that make no sense, with the fix."""
+        check(
+            (bool(self.tasks), "--tasks: name at least one, or all"),
+            (len(set(self.tasks)) == len(self.tasks), "--tasks: name each one once"),
+            (len(set(self.weights)) == len(self.weights), "--weights: name each one once"),
+            (bool(self.labeled), "--labeled: name at least one fraction"),
+            (self.trials >= 1, "--trials must be at least 1"),
+            (self.seed >= 0, "--seed must not be negative"),
+            (self.workers is None or self.workers >= 0, "--workers must not be negative"),
+        )
+        self.extra_flags()
+
+    @property
+    def chosen_tasks(self) -> tuple[str, ...]:
+        """The tasks, `all` spelt out."""
+        return TASKS if "all" in self.tasks else self.tasks
+
+    def extra_flags(self) -> dict[str, list[str]]:
+        """More flags by task."""
+        flags: dict[str, list[str]] = {}
+        for text in self.extra:
+            try:
+                words = shlex.split(text)
+            except ValueError as error:
+                raise UserError(f"--extra {text!r}: {error}: check its quotes") from None
+            if not words or words[0] not in TASKS:
+                raise UserError(f"--extra {text!r}: begin with one of {', '.join(TASKS)}")
+            flags.setdefault(words[0], []).extend(words[1:])
+        return flags
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """The report of a runs folder."""
+
+    results: Path | None = data_option(
+        None, "rows to read; results.jsonl of the runs folder if not given", metavar="FILE"
+    )
+    output: Path | None = run_option(
+        None, "folder of the report; report/ in the runs folder if not given", metavar="DIR"
+    )
+    figures: bool = run_option(True, "draw the figures")
+    check: bool = run_option(False, "only check that every row is sound; write nothing")
+    repair: bool = run_option(
+        False, "move damaged lines to results.jsonl.damaged, as one cut short by a crash"
+    )
