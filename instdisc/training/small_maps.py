@@ -44,9 +44,11 @@ class _Convolution(torch.autograd.Function):
         (grad,), (inputs, weight) = grad_outputs, ctx.saved_tensors
         grad_inputs = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_inputs = torch.nn.grad.conv2d_input(
-                inputs.shape, weight, grad, ctx.conv.stride, ctx.conv.padding
-            )
+            conv = ctx.conv
+            grad_inputs = torch.ops.aten.convolution_backward(
+                *(grad, inputs, weight, None, conv.stride, conv.padding, conv.dilation),
+                *(False, [0, 0], conv.groups, [True, False, False]),
+            )[0]
         if ctx.needs_input_grad[1]:
             grad_weight = _weight_gradient(inputs, grad, weight, ctx.conv)
         return grad_inputs, grad_weight, None
