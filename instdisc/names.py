@@ -19,6 +19,9 @@ DETECTORS = {
 }
 PAPER_DETECTORS = {"alexnet": "fast_alexnet", "vgg16": "fast_vgg16", "resnet50": "faster_r50"}
 
+# First words of a --weights that names no file: random:ARCH, untrained:RUN, ...
+NAMED_NETWORKS = ("random", "untrained", "data-init", "timm")
+
 # Environment variables: the folder of all runs, the default of --data, that of --voc-root.
 RUNS_VARIABLE = "INSTDISC_RUNS"
 DATA_VARIABLE = "INSTDISC_DATA"

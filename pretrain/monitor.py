@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from instdisc.features.extract import extract_features
-from instdisc.features.statistics import mean_cosine, rankme
+from instdisc.features.rankme import mean_cosine, rankme
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec
 from instdisc.neighbors.vote import classify, top_k_accuracy

@@ -41,8 +41,9 @@ class TransferConfig:
 
     weights: str | None = network_option(
         None,
-        "a run folder, a backbone.pt, random:ARCH[:SEED], data-init:ARCH[:SEED] or timm:NAME; "
-        "the newest pretraining run if not given",
+        "a run folder, a backbone.pt, untrained:RUN (what the run started from), "
+        "random:ARCH[:SEED], data-init:ARCH[:SEED] or timm:NAME; the newest pretraining run if "
+        "not given",
         metavar="NAME",
     )
     data: str | None = data_option(

@@ -59,6 +59,12 @@ class Task:
     location: DataLocation
     held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
+    def claim(self) -> contextlib.ExitStack:
+        """Locks the run folder; closing what it returns gives the folder back."""
+        if self.is_main:
+            self.held.enter_context(lock_folder(self.output))
+        return self.held
+
     def close(self) -> None:
         """Gives the run folder back, and leaves the process group."""
         self.held.close()
@@ -68,6 +74,19 @@ class Task:
     def is_main(self) -> bool:
         """Whether this process writes."""
         return self.process.is_main
+
+    def open_untrained(self) -> "Task | None":
+        """The same task for the network as it was before training, to be measured beside it.
+
+        Only on the embedded images, where it takes seconds, and for a network of a run.
+        """
+        file, settings = self.weights.file, self.weights.pretraining.get("config") or {}
+        if not self.location.is_demo or file is None or "objective" not in settings:
+            return None
+        config = dataclasses.replace(self.config, weights=f"untrained:{file}", output=None)
+        weights = open_weights(config.weights)
+        weights.to(self.process.device)
+        return Task(self.name, config, self.process, weights, self.location)
 
     @cached_property
     def weights_hash(self) -> str:
@@ -203,11 +222,9 @@ def open_task(name: str, config: TransferConfig) -> Task:
     setup_logging(None, is_main=process.is_main)
     weights = open_weights(config.weights, data=config.data)
     task = Task(name, config, process, weights, find_location(config.data, weights))
-    for module in (weights.backbone, weights.embedding):
-        if module is not None:
-            module.to(process.device).eval()
-    if process.is_main and name in EXCLUSIVE:
-        task.held.enter_context(lock_folder(task.output))
+    weights.to(process.device)
+    if name in EXCLUSIVE:
+        task.claim()
     setup_logging(task.output / "log.txt", is_main=process.is_main)
     if process.is_main:
         write_json(task.output / "config.json", to_dict(config))

@@ -3,6 +3,7 @@
 (nothing)             the newest pretraining run
 runs/pretrain/x       a run folder; or a backbone.pt, ours or imported
 random:resnet50       random initialisation, seed 0; random:resnet50:3 is seed 3
+untrained:runs/x      the random network that the run x started from, with its image size
 data-init:resnet50    data-dependent initialisation from a few images; data-init:resnet50:3
 timm:resnet50.a1_in1k any timm model, with timm's pretrained weights; timm:local-dir:DIR too
 """
@@ -12,12 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
 from instdisc.names import STAGES
-from instdisc.networks.backbones import Backbone, Embedding, build_backbone, restore_backbone
+from instdisc.networks.backbones import (
+    Backbone,
+    Embedding,
+    build_backbone,
+    build_untrained,
+    restore_backbone,
+)
 from instdisc.networks.data_init import initialize_from_data
 from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 from instdisc.runs.folders import newest_backbone
@@ -78,6 +86,12 @@ class Weights:
     pretraining: dict[str, Any]
     file: Path | None = None
 
+    def to(self, device: torch.device) -> None:
+        """Moves the network to a device, in eval mode."""
+        for module in (self.backbone, self.embedding):
+            if module is not None:
+                module.to(device).eval()
+
     @property
     def hash(self) -> str:
         """SHA-256 of all tensors."""
@@ -99,6 +113,20 @@ def _open_random(text: str, data: str | None, kind: str = "random") -> Weights:
     return Weights(f"{kind}:{text}", model.backbone, model, InputSpec(), {})
 
 
+def _open_untrained(text: str, data: str | None) -> Weights:
+    trained = _open_file(_find_file(text or None))
+    config = dict(trained.pretraining.get("config") or {})
+    try:
+        model = build_untrained(config)
+    except (LookupError, TypeError, ValueError):
+        raise UserError(
+            f"untrained:{text}: {trained.file} was not pretrained by this suite, so its start is "
+            "not known: use random:ARCH"
+        ) from None
+    known = {"config": {"data": config.get("data")}}  # it is measured on the same images
+    return Weights(f"untrained:{trained.name}", model.backbone, model, trained.spec, known)
+
+
 def _open_data_init(text: str, data: str | None) -> Weights:
     weights = _open_random(text, data, "data-init")
     assert weights.embedding is not None
@@ -117,6 +145,18 @@ def _open_timm(name: str, data: str | None) -> Weights:
         crop_ratio=float(config["crop_pct"]),
     )
     return Weights(f"timm:{name}", backbone, None, spec, {})
+
+
+def _find_file(name: str | Path | None) -> Path:
+    """The backbone.pt of a run folder, a file itself, or the newest run's."""
+    path = newest_backbone() if name is None else Path(name)
+    path = path / "backbone.pt" if path.is_dir() else path
+    if not path.exists():
+        raise UserError(
+            f"--weights {name}: no such run, file, random:ARCH, untrained:RUN, data-init:ARCH or "
+            "timm:NAME"
+        )
+    return path
 
 
 def _open_file(path: Path) -> Weights:
@@ -155,32 +195,22 @@ def open_weights(name: str | Path | None = None, *, data: str | None = None) -> 
     """
     makers: dict[str, Callable[[str, str | None], Weights]] = {
         "random": _open_random,
+        "untrained": _open_untrained,
         "data-init": _open_data_init,
         "timm": _open_timm,
     }
     kind, _, rest = str(name or "").partition(":")
-    if kind in makers:
-        weights = makers[kind](rest, data)
-    else:
-        path = newest_backbone() if name is None else Path(name)
-        path = path / "backbone.pt" if path.is_dir() else path
-        if not path.exists():
-            raise UserError(
-                f"--weights {name}: no such run, file, random:ARCH, data-init:ARCH or timm:NAME"
-            )
-        weights = _open_file(path)
-    for module in (weights.backbone, weights.embedding):
-        if module is not None:
-            module.eval()
+    weights = makers[kind](rest, data) if kind in makers else _open_file(_find_file(name))
+    weights.to(torch.device("cpu"))
     return weights
 
 
 def load_backbone(weights: str | Path | None = None) -> Backbone | TimmBackbone:
-    """Loads a backbone in eval mode: the one door for outsiders.
+    """Loads a backbone in eval mode; the public entry point.
 
     Args:
-        weights: a backbone.pt, a run folder, `random:ARCH`, `data-init:ARCH`, `timm:NAME`; None
-            for the newest run.
+        weights: a backbone.pt, a run folder, `random:ARCH`, `untrained:RUN`, `data-init:ARCH`,
+            `timm:NAME`; None for the newest run.
 
     Returns:
         The backbone without its projection: `model(images)` gives `(B, feature_dim)`,

@@ -24,7 +24,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "swav-1": {**_LATER, "lr": 0.02, "head_lr_scale": 250.0, "weight_decay": 0.0},
     "swav-10": {**_LATER, "lr": 0.01, "head_lr_scale": 20.0, "weight_decay": 0.0},
     # The paper's schedule on the embedded images; so few that a random draw would miss a class.
-    "demo": {"subset": "balanced", "workers": 0},
+    # The untrained network is fine-tuned beside the pretrained one.
+    "demo": {"subset": "balanced", "workers": 0, "init": ("pretrained", "scratch")},
 }
 
 

@@ -226,6 +226,20 @@ def run_knn(config: KnnConfig) -> list[Score]:
             f"{format_table(scores)}\n"
         )
         task.write_results(readout.results(scores))
+        untrained = task.open_untrained()
+        if untrained is not None:
+            _measure_untrained(untrained)
         return scores
     finally:
         dist.close()
+
+
+def _measure_untrained(task: Task) -> None:
+    """The same for the network before training, which has no bank."""
+    assert isinstance(task.config, KnnConfig)
+    features = tuple(name for name in task.config.features or () if name != "bank") or None
+    config = dataclasses.replace(task.config, features=features)
+    readout = KnnReadout(config, task)
+    scores = readout.run()
+    LOGGER.info(f"the same network untrained:\n{format_table(scores)}\n")
+    task.write_results(readout.results(scores))

@@ -87,30 +87,45 @@ class Retrieval:
         warning = demo if self.task.location.is_demo else ""
         return Gallery(title, facts, [s for s in sections if s.cases], warning)
 
-    def _run_validation(self) -> Gallery:
-        """All validation images as queries; the figure shows the best and the worst."""
+    def _search_validation(self) -> tuple[LabelledRows, LabelledRows, Neighbors, np.ndarray]:
+        """All validation images as queries; whether each neighbour `(Q, k)` has their class."""
         train, val = self.task.load_train_and_val()
         queries = load_rows(self.task, self.store, self.features, val)
         bank = load_rows(self.task, self.store, self.features, train)
         found = self._search(queries.rows, bank.rows)
-        k = found.indices.shape[1]
         agree = bank.labels.numpy()[found.indices] == queries.labels.numpy()[:, None]
+        return queries, bank, found, agree
+
+    def _write_precision(
+        self, queries: LabelledRows, bank: LabelledRows, k: int, precision: float
+    ) -> None:
+        row = self.task.result(
+            protocol=f"k={k} {self.features}",
+            metric=f"precision_at_{k}",
+            value=precision,
+            images=[bank.images, queries.images],
+            details={"num_train": len(bank.rows), "num_val": len(queries.rows)},
+        )
+        self.task.write_results([row])
+
+    def measure_precision(self) -> float:
+        """Percentage of the neighbours of validation images that have their class."""
+        queries, bank, found, agree = self._search_validation()
         precision = 100 * float(agree.mean())
+        self._write_precision(queries, bank, found.indices.shape[1], precision)
+        return precision
+
+    def _run_validation(self) -> Gallery:
+        """All validation images as queries; the figure shows the best and the worst."""
+        queries, bank, found, agree = self._search_validation()
+        k, precision = found.indices.shape[1], 100 * float(agree.mean())
+        untrained = self.task.open_untrained()
+        beside = f" (untrained {_measure_untrained(untrained):.2f}%)" if untrained else ""
         LOGGER.info(
             f"{len(queries.rows):,} queries in {found.seconds:.2f} s; of their {k} neighbours "
-            f"{precision:.2f}% are of the same class"
+            f"{precision:.2f}% are of the same class{beside}"
         )
-        self.task.write_results(
-            [
-                self.task.result(
-                    protocol=f"k={k} {self.features}",
-                    metric=f"precision_at_{k}",
-                    value=precision,
-                    images=[bank.images, queries.images],
-                    details={"num_train": len(bank.rows), "num_val": len(queries.rows)},
-                )
-            ]
-        )
+        self._write_precision(queries, bank, k, precision)
         chosen = choose_cases(
             agree.sum(axis=1),
             found.similarities.mean(axis=1),
@@ -130,7 +145,7 @@ class Retrieval:
             ("queries", f"{len(queries.rows):,} validation images"),
             ("neighbours of the same class", f"{precision:.1f}%"),
         )
-        title = f"Nearest training images: {to_printable(val.dataset)}"
+        title = f"Nearest training images: {to_printable(queries.images.dataset)}"
         return self._gallery(title, sections, facts)
 
     def _open_index(self) -> ImageSet:
@@ -167,6 +182,11 @@ class Retrieval:
         sections = [Section("Queries", "The nearest images, the most similar first.", cases)]
         title = f"Nearest images: {to_printable(bank.images.dataset)}"
         return self._gallery(title, sections, self._facts(bank))
+
+
+def _measure_untrained(task: Task) -> float:
+    assert isinstance(task.config, RetrieveConfig)
+    return Retrieval(task.config, task).measure_precision()
 
 
 def format_neighbors(files: ImageSet, images: ImageSet, found: Neighbors) -> str:

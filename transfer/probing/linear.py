@@ -278,6 +278,11 @@ def run_linear(config: LinearConfig) -> list[Result]:
     try:
         rows = LinearProbing(task, config).run()
         print_table(rows)
+        untrained = task.open_untrained()
+        if untrained is not None:
+            LOGGER.info("the same network untrained:")
+            with contextlib.closing(untrained.claim()):
+                print_table(LinearProbing(untrained, config).run())
         return rows
     finally:
         task.close()

@@ -39,7 +39,7 @@ NOTED = {
     "embedding_dim": (128, "{}-d"),
     "temperature": (0.07, "tau {:g}"),
     "proximal_weight": (0.0, "proximal {:g}"),
-    "bank_momentum": (0.0, "bank momentum {:g}"),
+    "bank_momentum": (0.5, "bank momentum {:g}"),
     "negatives": ("per-image", "{} noise"),
     "lr": (0.03, "lr {:g}"),
 }
@@ -172,6 +172,9 @@ def find_network(row: Result) -> tuple[Network, tuple[int, int]]:
         name = f"{kind}:{arch}"
         found: Kind = "random" if kind == "random" else "data-init"
         return Network(name, name, arch, found, {}), (int(seed or 0), row.seed)
+    if kind == "untrained":
+        key = f"untrained {row.arch} {rest}"
+        return Network(key, "untrained", row.arch, "random", {}), (0, row.seed)
     if kind == "supervised":
         key = f"{row.weights} {row.weights_hash}"
         return Network(key, row.weights, row.arch, "labels", {}), (0, row.seed)

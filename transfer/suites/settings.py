@@ -24,7 +24,7 @@ class SuiteConfig:
 
     weights: tuple[str, ...] = network_option(
         (),
-        "one or several of: a run folder, a backbone.pt, random:ARCH[:SEED], "
+        "one or several of: a run folder, a backbone.pt, untrained:RUN, random:ARCH[:SEED], "
         "data-init:ARCH[:SEED], timm:NAME; the newest pretraining run if not given",
         metavar="NAME",
     )

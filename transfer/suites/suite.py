@@ -14,12 +14,17 @@ from types import FrameType
 from typing import Any
 
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
-from instdisc.names import DATA_VARIABLE, DETECTORS, STOP_SIGNALS, VOC_VARIABLE
+from instdisc.names import (
+    DATA_VARIABLE,
+    DETECTORS,
+    NAMED_NETWORKS,
+    STOP_SIGNALS,
+    VOC_VARIABLE,
+)
 from instdisc.runs.folders import newest_backbone, runs_root, write_json
 from instdisc.runs.results import config_hash
 from transfer.suites.settings import SuiteConfig
 
-NAMED_KINDS = ("random", "data-init", "timm")  # networks that are no file
 # What else decides which images a task sees.
 ENVIRONMENT = (DATA_VARIABLE, VOC_VARIABLE)
 
@@ -83,7 +88,11 @@ def find_network(name: str | None) -> NetworkName:
         UserError: there is no such file.
     """
     kind, _, rest = (name or "").partition(":")
-    if name is not None and kind in NAMED_KINDS:
+    if kind == "untrained":
+        run = find_network(rest or None)
+        word = f"untrained:{run.name}"
+        return NetworkName(word, f"untrained:{run.label}", f"untrained:{run.identity}", run.arch)
+    if name is not None and kind in NAMED_NETWORKS:
         arch = None if kind == "timm" else rest.partition(":")[0]
         return NetworkName(name, name, name, arch)
     path = newest_backbone() if name is None else Path(name)
@@ -132,7 +141,8 @@ def _make_detection(network: NetworkName, config: SuiteConfig) -> Part:
         return Part("detect", network, (), skipped=reason)
     detector = DETECTORS[network.arch]
     # Random weights are what detect.py calls scratch: norms are trained, nothing is fixed.
-    start = ["--init", "scratch"] if kind == "random" else ["--weights", network.name]
+    is_random = kind in ("random", "untrained")
+    start = ["--init", "scratch"] if is_random else ["--weights", network.name]
     name = network.label.replace("/", "-").replace(":", "-")
     output = runs_root() / "detect" / f"{detector}-{name}"
     flags = ["--cfg", detector, *start, "--output", str(output)]
