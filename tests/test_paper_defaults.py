@@ -5,6 +5,8 @@ import math
 
 import pytest
 
+from instdisc.networks.backbones import build_backbone
+from instdisc.training.seed import seeded
 from pretrain.config import RECIPES, PretrainConfig
 from transfer.config import (
     PAPER_NUM_NEIGHBORS,
@@ -24,15 +26,21 @@ PAPER = {
     "lr_milestones": (120, 160),  # section 4.2: x0.1 every 40 epochs after the first 120
     "momentum": 0.9,  # section 4.2
     "objective": "nce",  # section 3.2
-    "bank_momentum": 0.0,  # section 3.1: a row is replaced
     "num_neighbors": 200,  # section 3.4
     "train_fraction": 1.0,
-    "weight_decay": 1e-4,  # authors' code
-    "image_size": 224,  # authors' code, and the four below
+    "normalizer": "first-batches:1",  # section 3.2, Monte Carlo at the start; one batch: the code
+}
+# What the paper's text leaves open, or what does not train as the text has it.
+AUTHORS = {
+    "bank_momentum": 0.5,  # section 3.1 replaces the row, which runs away: docs/protocols.md
+    "proximal_weight": 0.0,  # section 3.3 has the term, and gives no lambda; the code has no term
+    "weight_decay": 1e-4,
+    "image_size": 224,
     "min_crop_scale": 0.2,
     "flip": True,
     "stem": "imagenet",
     "negatives": "per-image",
+    "projection_init": "random",
 }
 AUTHORS_CIFAR = {
     "stem": "small",
@@ -49,9 +57,22 @@ def test_default_is_the_papers(name: str) -> None:
     assert getattr(PretrainConfig(), name) == PAPER[name]
 
 
+@pytest.mark.parametrize("name", AUTHORS)
+def test_default_is_the_authors_codes(name: str) -> None:
+    assert getattr(PretrainConfig(), name) == AUTHORS[name]
+
+
 def test_cifar_recipe_is_the_authors() -> None:
     for name, value in AUTHORS_CIFAR.items():
         assert RECIPES["cifar"][name] == value, name
+    assert "bank_momentum" not in RECIPES["cifar"]  # 0.5, as everywhere
+
+
+def test_the_cifar_stem_starts_as_torch_initialises_it() -> None:
+    with seeded(0, "stem"):
+        weight = build_backbone("resnet18", stem="small").trunk.conv1.weight
+    bound = 1 / math.sqrt(3 * 3 * 3)  # of the uniform distribution; Kaiming's normal has none
+    assert 0.95 * bound < weight.abs().max() <= bound
 
 
 def test_the_learning_rate_falls_where_the_paper_says() -> None:

@@ -106,6 +106,38 @@ def test_the_proximal_term_is_added_with_its_weight() -> None:
     torch.testing.assert_close(weighted - plain, 3 * distance)
 
 
+def test_observing_tells_the_drift_of_z_and_changes_nothing() -> None:
+    normalizer = Normalizer("first-batches:1", N)
+    normalizer.update(BATCHES[0], same)
+    assert normalizer.drift == pytest.approx(1)
+    normalizer.observe(BATCHES[0] + math.log(12))
+    assert normalizer.drift == pytest.approx(12)
+    assert normalizer.value.item() == pytest.approx(estimate(BATCHES[0]))
+
+
+@pytest.mark.parametrize("normalizer", ["first-batches:1", "fixed:80"])
+def test_a_constant_z_is_compared_with_the_true_one_at_steps_that_log(normalizer: str) -> None:
+    _, criterion = run(INDICES, FEATURES, normalizer=normalizer, log_every=2)  # step 3 is the 4th
+    noise = draw_noise(N, range(B), M, seed=0, step=3)
+    found = estimate(objectives.noise_logits(FEATURES, BANK, noise, 0.2))
+    used = criterion.normalizer.value.item()
+    assert criterion.normalizer.drift == pytest.approx(found / used)
+    _, criterion = run(INDICES, FEATURES, normalizer="fixed:80", log_every=3)
+    assert criterion.normalizer.drift == 1
+
+
+def test_parametric_takes_features_of_any_length() -> None:
+    short, criterion = run(INDICES, FEATURES, objective="parametric")
+    long, _ = run(INDICES, 5 * FEATURES, objective="parametric")
+    logits = 5 * FEATURES @ criterion.weights.detach().T
+    expected = torch.nn.functional.cross_entropy(logits, INDICES, reduction="none")
+    torch.testing.assert_close(long, expected)
+    assert not torch.allclose(long, short)
+    near, _ = run(INDICES, 5 * FEATURES, objective="parametric", proximal_weight=2.0)
+    distance = (FEATURES - BANK[INDICES]).square().sum(dim=1)
+    torch.testing.assert_close(near - long, 2 * distance)  # the term compares unit vectors
+
+
 def test_parametric_learns_its_own_weights() -> None:
     losses, criterion = run(INDICES, FEATURES, objective="parametric")
     losses.mean().backward()

@@ -208,8 +208,12 @@ def test_every_objective_trains_and_the_monitor_reports(
     )
     pretrain(run)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert 0 <= rows[-1]["knn_bank"] <= 100
-    assert 0 <= rows[-1]["knn_recomputed"] <= 100
+    assert (rows[0]["step"], rows[0]["epoch"]) == (0, 0)  # before training
+    for row in (rows[0], rows[-1]):
+        assert 0 <= row["knn_bank"] <= 100
+        assert 0 <= row["knn_recomputed"] <= 100
+        assert 1 <= row["rankme"] <= 24
+        assert -1 <= row["mean_cosine"] <= 1
     assert all(torch.isfinite(torch.tensor(r["loss"])) for r in rows if "loss" in r)
 
 

@@ -16,7 +16,7 @@ from instdisc.errors import UserError
 from instdisc.runs.folders import runs_root, write_json, write_text
 from instdisc.runs.locks import lock_folder
 from instdisc.runs.log import LOGGER
-from instdisc.runs.results import Result, append_results, config_hash
+from instdisc.runs.results import Result, append_results, check_results, config_hash
 from instdisc.training import dist
 from instdisc.training.dist import Process
 from transfer.detection import recipe
@@ -232,3 +232,18 @@ def _conclude(study: Study, values: list[dict[str, float]]) -> None:
         )
     else:
         LOGGER.info(f"mAP {scores[0]:.2f}{label}, VOC07 11-point at IoU 0.5")
+    if study.data.is_demo and study.config.init == "ours":
+        LOGGER.info(_describe_scratch(study))
+
+
+def _describe_scratch(study: Study) -> str:
+    """What the same recipe gave from scratch, if it was measured."""
+    found = [
+        row.value
+        for row in check_results()[0]
+        if (row.task, row.weights, row.metric) == ("detect", "scratch", METRIC)
+        and (row.protocol, row.data_fingerprint) == (study.protocol, study.data.fingerprint)
+    ]
+    if not found:
+        return "from scratch: not measured yet; the same command with --init scratch does"
+    return f"from scratch: mAP {found[-1]:.2f}"

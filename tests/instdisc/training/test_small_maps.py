@@ -1,0 +1,74 @@
+"""Convolutions over a few pixels: the gradients are those of nn.Conv2d."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from instdisc.networks.backbones import build_backbone
+from instdisc.training.small_maps import SmallMapConv2d, use_small_map_gradients
+
+CPU = torch.device("cpu")
+LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
+
+
+def gradients(conv: nn.Conv2d, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    inputs = inputs.clone().requires_grad_()
+    conv.zero_grad()
+    output = conv(inputs)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    assert inputs.grad is not None
+    assert conv.weight.grad is not None
+    return output.detach(), inputs.grad, conv.weight.grad.clone()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 2), (5, 1), (7, 2)])
+def test_values_and_gradients_are_the_usual_ones(
+    layout: torch.memory_format, size: int, kernel: int, stride: int
+) -> None:
+    torch.manual_seed(0)
+    usual = nn.Conv2d(6, 10, kernel, stride, kernel // 2, bias=False).double()
+    ours = copy.deepcopy(usual)
+    use_small_map_gradients(ours, CPU)
+    assert isinstance(ours, SmallMapConv2d)
+    inputs = torch.randn(4, 6, size, size, dtype=torch.float64).to(memory_format=layout)
+    for one, two in zip(gradients(usual, inputs), gradients(ours, inputs), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+def test_a_network_keeps_its_names_weights_and_outputs() -> None:
+    torch.manual_seed(0)
+    usual = build_backbone("resnet50").eval()
+    ours = copy.deepcopy(usual)
+    use_small_map_gradients(ours, CPU)
+    assert any(isinstance(module, SmallMapConv2d) for module in ours.modules())
+    assert usual.state_dict().keys() == ours.state_dict().keys()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(usual(images), ours(images))
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.Conv2d(4, 4, 3, padding=1),  # a bias
+        nn.Conv2d(4, 4, 3, padding=1, groups=2, bias=False),
+        nn.Conv2d(4, 4, 3, padding=2, dilation=2, bias=False),
+        nn.Conv2d(4, 4, 3, padding=0, bias=False),
+        nn.Conv2d(4, 4, 1, bias=False),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect", bias=False),
+    ],
+    ids=["bias", "groups", "dilation", "no padding", "1x1", "reflect"],
+)
+def test_other_convolutions_are_left_alone(conv: nn.Conv2d) -> None:
+    use_small_map_gradients(conv, CPU)
+    assert type(conv) is nn.Conv2d
+
+
+def test_a_gpu_is_left_alone() -> None:
+    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    use_small_map_gradients(conv, torch.device("cuda"))
+    assert type(conv) is nn.Conv2d
