@@ -24,6 +24,7 @@ PAPER = {
     "batch_size": 256,  # section 4.2
     "lr": 0.03,  # section 4.2
     "lr_milestones": (120, 160),  # section 4.2: x0.1 every 40 epochs after the first 120
+    "optimizer": "sgd",  # section 4.2
     "momentum": 0.9,  # section 4.2
     "objective": "nce",  # section 3.2
     "num_neighbors": 200,  # section 3.4

@@ -14,7 +14,10 @@ from instdisc.images.transforms import InputSpec
 from instdisc.names import STAGES
 from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.networks.weights import open_weights
-from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.checkpoint import save_checkpoint, weights_hash
+from instdisc.training.seed import seeded
+from pretrain.config import PretrainConfig
+from pretrain.pipeline import pretrain
 
 
 def save(path: Path, seed: int, *, projection: bool = True) -> Embedding:
@@ -59,6 +62,23 @@ def test_random_weights_are_seeded() -> None:
     assert one == same != other
 
 
+def test_untrained_is_what_a_run_started_from(image_tree: Path, tmp_path: Path) -> None:
+    config = PretrainConfig(
+        arch="resnet18", data=str(image_tree), output=tmp_path / "run", image_size=16, epochs=1,
+        batch_size=8, embedding_dim=16, seed=3, workers=0, objective="softmax", device="cpu",
+        monitor_every=0, tensorboard=False,
+    )  # fmt: skip
+    with seeded(3, "init"):
+        start = Embedding(build_backbone("resnet18"), 16)
+    pretrain(config)
+    trained, untrained = open_weights(tmp_path / "run"), open_weights(f"untrained:{tmp_path}/run")
+    assert untrained.name == "untrained:run"
+    assert untrained.hash == weights_hash(start.state_dict()) != trained.hash
+    assert untrained.spec == trained.spec
+    assert untrained.data == trained.data == str(image_tree)
+    assert not untrained.backbone.training
+
+
 def test_a_timm_model_has_five_stages_and_its_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     import timm
 
@@ -82,9 +102,15 @@ def test_a_timm_model_has_five_stages_and_its_own_pixels(monkeypatch: pytest.Mon
         ("random:resnet51", "unknown arch"),
         ("random:resnet18:x", "random:ARCH:SEED"),
         ("timm:no_such_model", "timm cannot make"),
+        ("untrained:nowhere", "no such run"),
+        ("untrained:imported.pt", "not pretrained by this suite"),
     ],
 )
-def test_names_that_mean_nothing(name: str, words: str) -> None:
+def test_names_that_mean_nothing(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path("imported.pt"), 0)
     with pytest.raises(UserError, match=words):
         open_weights(name)
 

@@ -1,5 +1,7 @@
 """kNN: the command against scikit-learn, and what it refuses."""
 
+import functools
+import importlib
 import multiprocessing
 import os
 import re
@@ -15,10 +17,11 @@ import torch
 from sklearn.neighbors import KNeighborsClassifier
 
 from instdisc.features.extract import build_extractor, extract_features
+from instdisc.images import demo
 from instdisc.images.sets import random_subset, read_folder
 from instdisc.networks.backbones import backbone_payload
 from instdisc.networks.weights import open_weights
-from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
 from instdisc.runs.results import Result, read_results
 from instdisc.training import dist
 from transfer.knn import main
@@ -291,3 +294,43 @@ def test_two_processes_measure_what_one_does(tiny_network: Path) -> None:
     assert [process.exitcode for process in processes] == [0, 0]
     assert {key: row.value for key, row in by_protocol().items()} == expected
     assert len(read_results()) == len(expected)  # written once
+
+
+@pytest.fixture
+def demo_run(tiny_network: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A network that was pretrained on the embedded images, of which there are few here."""
+    few = functools.partial(demo.write_classification, train_per_class=6, val_per_class=2)
+    monkeypatch.setattr(demo, "write_classification", few)
+    payload = load_checkpoint(tiny_network, "backbone")
+    settings = {"arch": "tiny", "stem": "imagenet", "embedding_dim": 4, "seed": 5, "data": "demo"}
+    payload["pretraining"] = {"config": {**settings, "objective": "nce"}, "dataset": "demo"}
+    save_checkpoint(tiny_network, "backbone", payload)
+    return tiny_network
+
+
+@pytest.mark.parametrize(
+    ("command", "metric"), [("knn", "top1"), ("retrieve", "precision_at_10"), ("linear", "top1")]
+)
+def test_on_the_demo_images_the_untrained_network_is_measured_beside(
+    command: str, metric: str, demo_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = importlib.import_module(f"transfer.{command}").main
+    flags = ["--stage", "conv5", "--solver", "liblinear"] if command == "linear" else []
+    assert run([*CPU, *flags]) == 0
+    said = capsys.readouterr().out
+    assert said.count("DEMO DATA") == 1
+    rows = {row.weights: row for row in read_results() if row.metric == metric}
+    assert rows.keys() == {"tiny", "untrained:tiny"}
+    value = rows["untrained:tiny"].value
+    beside = said.partition("untrained")[2]
+    assert f"{value:.2f}" in beside
+    # The same number as by its name alone, and that name compares with nothing further.
+    assert run([*CPU, *flags, "--weights", f"untrained:{demo_run}"]) == 0
+    again = [row.value for row in read_results() if row.metric == metric]
+    assert len(again) == 3
+    assert again[-1] == value
+
+
+def test_on_other_images_nothing_is_added(tiny_network: Path, image_tree: Path) -> None:
+    assert main([*CPU, "--data", str(image_tree)]) == 0
+    assert {row.weights for row in read_results()} == {"tiny"}
