@@ -26,6 +26,7 @@ from instdisc.training import dist
 from instdisc.training.amp import check_amp
 from instdisc.training.dist import Process
 from instdisc.training.seed import seeded
+from instdisc.training.small_maps import use_small_map_gradients
 from transfer.config import SemisupConfig
 from transfer.finetuning.predictions import accuracy, predict
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
@@ -178,6 +179,7 @@ def run_trial(
     """
     spec, settings = trial.start.spec, loop_settings(config, trial)
     model = Classifier(trial.start.build(trial.seed), len(train.classes), trial.seed)
+    use_small_map_gradients(model, process.device)
     check_amp(model, spec.size, process.device, config.amp)
     initial = weights_hash(model.backbone.state_dict())
     parts = repr((trial.head_lr_scale, config.weight_decay, spec, initial))
