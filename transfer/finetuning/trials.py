@@ -26,8 +26,8 @@ from instdisc.training import dist
 from instdisc.training.amp import check_amp
 from instdisc.training.dist import Process
 from instdisc.training.seed import seeded
-from transfer.config import SemisupConfig
 from transfer.finetuning.predictions import accuracy, predict
+from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
 
 AnyBackbone = Backbone | TimmBackbone
