@@ -26,8 +26,8 @@ from instdisc.features.extract import extract_features
 from instdisc.images.subsets import choose_labeled
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist
-from transfer.config import LinearConfig
 from transfer.probing.linear import LinearProbing
+from transfer.probing.settings import LinearConfig
 from transfer.task import open_task
 
 

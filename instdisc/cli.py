@@ -1,14 +1,16 @@
 """Commands: dataclass -> flags, exit codes, provenance guard. Imports no torch.
 
-A command is a frozen dataclass whose fields are made by `option`, and a function of it. Values are
-found in this order, first wins: flags, `--config FILE`, the recipe (`recipe_defaults`), the field's
-own default, which is the paper's.
+A command is a frozen dataclass whose fields are made by `option`, and a function of it; `command`
+makes a script's `main` of the two. Values are found in this order, first wins: flags,
+`--config FILE`, the recipe (`recipe_defaults`), the field's own default, which is the paper's.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -18,15 +20,37 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError, explain
 
 PACKAGES = ("instdisc", "pretrain", "transfer", "slurm", "detection_configs")
 INSTALL = "run `make setup`, or see README.md, section Install"
 
-Config = TypeVar("Config")
 _PARSED: ContextVar[list[Any] | None] = ContextVar("parsed", default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommandConfig:
+    """Base of every command's dataclass: what `--help` says besides the flags.
+
+    Attributes:
+        PROG: name of the command, with which its error lines begin.
+        DESCRIPTION: what it does; indented as the class is.
+        EPILOG: examples, and what the command writes.
+    """
+
+    PROG: ClassVar[str]
+    DESCRIPTION: ClassVar[str]
+    EPILOG: ClassVar[str] = ""
+
+    @classmethod
+    def recipe_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that depend on the values that were given."""
+        return {}
+
+
+Config = TypeVar("Config", bound=CommandConfig)
 
 
 def option(
@@ -38,6 +62,7 @@ def option(
     metavar: str | None = None,
     volatile: bool = False,
     positional: bool = False,
+    rest: bool = False,
 ) -> Any:
     """Declares a dataclass field that is also a flag.
 
@@ -48,7 +73,8 @@ def option(
         aliases: other spellings of the flag.
         metavar: placeholder in the help text.
         volatile: may change when a run is resumed, because no result depends on it.
-        positional: takes the words that follow no flag; for one tuple of strings.
+        positional: takes the words that follow no flag; for one tuple.
+        rest: takes the first word that follows no flag and all behind it, flags included.
     """
     metadata = {
         "help": help,
@@ -56,7 +82,8 @@ def option(
         "aliases": tuple(aliases),
         "metavar": metavar,
         "volatile": volatile,
-        "positional": positional,
+        "positional": positional or rest,
+        "rest": rest,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -91,16 +118,14 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
     flags.sort(key=lambda flag: flag.startswith("--"))  # -a before --arch
     shown = _describe(meta["help"], field.default)
     kwargs: dict[str, Any] = {"dest": field.name, "help": shown, "default": argparse.SUPPRESS}
-    if meta["positional"]:
-        del kwargs["dest"]
-        group.add_argument(field.name, nargs="*", metavar=meta["metavar"], **kwargs)
-        return
     if hint is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **kwargs)
         return
     if typing.get_origin(hint) is tuple:
         hint = typing.get_args(hint)[0]
-        kwargs["nargs"] = "*"
+        kwargs["nargs"] = argparse.REMAINDER if meta["rest"] else "*"
+    if meta["positional"]:
+        flags = [kwargs.pop("dest")]
     if typing.get_origin(hint) is Literal:
         kwargs["choices"] = typing.get_args(hint)
         hint = str
@@ -109,14 +134,18 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
     group.add_argument(*flags, type=hint, **kwargs)
 
 
-def build_parser(
-    config_type: type, *, prog: str, description: str, epilog: str = ""
-) -> argparse.ArgumentParser:
+def _types(config_type: type[CommandConfig]) -> dict[str, Any]:
+    """Types of the fields by name."""
+    hints = typing.get_type_hints(config_type)
+    return {field.name: hints[field.name] for field in dataclasses.fields(config_type)}
+
+
+def build_parser(config_type: type[CommandConfig]) -> argparse.ArgumentParser:
     """Builds the parser of a config dataclass; only flags that were given reach the namespace."""
     parser = Parser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
+        prog=config_type.PROG,
+        description=inspect.cleandoc(config_type.DESCRIPTION),
+        epilog=inspect.cleandoc(config_type.EPILOG),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -127,13 +156,15 @@ def build_parser(
         metavar="FILE",
         help="replay the config.json of an earlier run; flags given beside it win",
     )
-    hints = typing.get_type_hints(config_type)
-    groups: dict[str, Any] = {}
+    types = _types(config_type)
+    groups: dict[str, Any] = {"options": parser}
     for field in dataclasses.fields(config_type):
+        if not field.metadata:
+            continue  # no flag
         name = field.metadata["group"]
         if name not in groups:
             groups[name] = parser.add_argument_group(name)
-        _add_flag(groups[name], field, hints[field.name])
+        _add_flag(groups[name], field, types[field.name])
     return parser
 
 
@@ -157,14 +188,14 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 def from_dict(config_type: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
     """Checks names and types of values read from JSON; returns them as constructor arguments."""
-    hints = typing.get_type_hints(config_type)
-    unknown = sorted(set(values) - set(hints))
+    known = _types(config_type)
+    unknown = sorted(set(values) - set(known))
     if unknown:
         raise UserError(f"config: unknown keys {', '.join(unknown)}: remove them")
-    return {name: _convert(name, value, hints[name]) for name, value in values.items()}
+    return {name: _convert(name, value, known[name]) for name, value in values.items()}
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: CommandConfig) -> dict[str, Any]:
     """The config as JSON values."""
 
     def plain(value: Any) -> Any:
@@ -175,9 +206,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {name: plain(value) for name, value in dataclasses.asdict(config).items()}
 
 
-def volatile_fields(config_type: type) -> set[str]:
+def volatile_fields(config_type: type[CommandConfig]) -> set[str]:
     """Names of the fields that may change when a run is resumed."""
-    return {f.name for f in dataclasses.fields(config_type) if f.metadata["volatile"]}
+    return {f.name for f in dataclasses.fields(config_type) if f.metadata.get("volatile")}
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -193,25 +224,17 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse(
-    config_type: type[Config],
-    argv: Sequence[str] | None = None,
-    *,
-    prog: str,
-    description: str,
-    epilog: str = "",
-) -> Config:
+def parse(config_type: type[Config], argv: Sequence[str] | None = None) -> Config:
     """Flags -> config. `config_type.recipe_defaults(given)` may supply defaults for the rest."""
-    parser = build_parser(config_type, prog=prog, description=description, epilog=epilog)
-    given = vars(parser.parse_intermixed_args(argv))
+    parser = build_parser(config_type)
+    rest = any(field.metadata.get("rest") for field in dataclasses.fields(config_type))
+    given = vars(parser.parse_args(argv) if rest else parser.parse_intermixed_args(argv))
     for name, value in given.items():
         given[name] = tuple(value) if isinstance(value, list) else value
     if "config" in given:
         replayed = from_dict(config_type, read_config_file(given.pop("config")))
         given = {**replayed, **given}
-    recipe = getattr(config_type, "recipe_defaults", None)
-    defaults = recipe(given) if recipe is not None else {}
-    return config_type(**{**defaults, **given})
+    return config_type(**{**config_type.recipe_defaults(given), **given})
 
 
 def _script() -> Path:
@@ -246,20 +269,38 @@ def parse_only() -> Iterator[list[Any]]:
         _PARSED.reset(token)
 
 
+def command(config_type: type[CommandConfig], function: str) -> Callable[..., int]:
+    """The `main(argv=None)` of a script: flags -> config -> function -> exit code.
+
+    Args:
+        config_type: the command's flags and help.
+        function: what runs, as `package.module:function`. It is imported once the arguments are
+            found to be right, so that neither `--help` nor an error in them waits for torch.
+    """
+
+    def execute(config: CommandConfig) -> object:
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)(config)
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_command(config_type, execute, argv)
+
+    return main
+
+
 def run_command(
     config_type: type[Config],
-    execute: Callable[[Config], int | None],
+    execute: Callable[[Config], object],
     argv: Sequence[str] | None = None,
-    *,
-    prog: str,
-    description: str,
-    epilog: str = "",
 ) -> int:
-    """Parses, runs, and turns what the user can mend into one line and exit code 2."""
+    """Parses, runs, and turns errors that have a fix into one line and exit code 2.
+
+    What `execute` returns is the exit code if it is an int; otherwise the exit code is 0.
+    """
 
     def refuse(message: object) -> int:
         line = re.sub(r"\s*\n\s*", " | ", str(message).strip())
-        sys.stderr.write(f"{prog}: error: {line}\n")
+        sys.stderr.write(f"{config_type.PROG}: error: {line}\n")
         return 2
 
     if _script().parent.name in PACKAGES:
@@ -267,11 +308,12 @@ def run_command(
     open_streams()
     try:
         check_provenance()
-        config = parse(config_type, argv, prog=prog, description=description, epilog=epilog)
+        config = parse(config_type, argv)
         if (parsed := _PARSED.get()) is not None:
             parsed.append(config)
             return 0
-        return execute(config) or 0
+        code = execute(config)
+        return code if isinstance(code, int) and not isinstance(code, bool) else 0
     except UserError as error:
         return refuse(error)
     except ModuleNotFoundError as error:
@@ -279,16 +321,22 @@ def run_command(
             raise
         return refuse(f"package {error.name} is not installed: {INSTALL}")
     except (OSError, MemoryError, RuntimeError) as error:
-        line = explain(error, typing.get_type_hints(config_type))
+        line = explain(error, _types(config_type))
         if line is None:
             raise  # a bug
         return refuse(line)
     except Interrupted as stop:
-        sys.stderr.write(f"{prog}: {stop}\n")
+        sys.stderr.write(f"{config_type.PROG}: {stop}\n")
         return EXIT_INTERRUPTED
     except KeyboardInterrupt:
-        sys.stderr.write(f"{prog}: interrupted\n")
+        sys.stderr.write(f"{config_type.PROG}: interrupted\n")
         return 130
+
+
+def say(line: str = "") -> None:
+    """Writes a line to stdout at once, so that a log shows it while the command runs."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 # What a command needs of the process it is in: UTF-8, and streams that can be used.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from instdisc.cli import option
+from instdisc.cli import CommandConfig, option
 from instdisc.errors import UserError
 from instdisc.images.locations import locate_data
 from instdisc.names import ArchName, Stem
@@ -66,8 +66,26 @@ RECIPE_OF_KIND = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
+class PretrainConfig(CommandConfig):
     """One pretraining run."""
+
+    PROG = "pretrain/run.py"
+    DESCRIPTION = """
+    Trains a backbone so that every image is recognised as itself among all others
+    (Wu, Xiong, Yu, Lin: Unsupervised Feature Learning via Non-Parametric Instance
+    Discrimination, CVPR 2018). Defaults are the paper's for ImageNet; CIFAR and
+    Fashion-MNIST get the authors' CIFAR recipe; with no data named, the embedded
+    demo images and a recipe of minutes are used.
+    """
+    EPILOG = """
+    examples:
+      python pretrain/run.py --arch resnet50                        demo images, minutes on a laptop
+      python pretrain/run.py -a resnet50 --data /data/imagenet      the paper's run
+      python pretrain/run.py -a resnet18 --data cifar-10-batches-bin --objective softmax
+      torchrun --nproc-per-node 8 pretrain/run.py --data /data/imagenet --amp bf16
+    The same command again goes on where a stopped run was. A run folder holds
+    config.json, log.txt, metrics.jsonl, last.pt (to go on), backbone.pt (the result).
+    """
 
     arch: ArchName = _model("resnet50", "backbone; the paper reports all four", aliases=["-a"])
     stem: Stem = _model("imagenet", "first layers: for 224 pixels, or 3x3 without pooling for 32")

@@ -4,6 +4,7 @@ There are no defaults that fit one site only: what is not given is left to Slurm
 """
 
 import dataclasses
+import functools
 import os
 import re
 import tomllib
@@ -39,25 +40,34 @@ def parse_minutes(text: str) -> int:
     return minutes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resources:
-    """One job's share of a cluster; None leaves it to the site."""
+_resource = functools.partial(option, group="resources")
 
-    nodes: int = option(1, "machines")
-    gpus: int = option(0, "GPUs on each node, one process for each")
-    tasks: int = option(1, "processes on each node where no GPUs are asked for (gloo)")
-    cpus: int | None = option(None, "cores for each process")
-    mem: str | None = option(None, "memory of each node, such as 64G")
-    time: str | None = option(
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResourceFlags:
+    """What a job asks for; None leaves it to the site."""
+
+    nodes: int = _resource(1, "machines")
+    gpus: int = _resource(0, "GPUs on each node, one process for each")
+    tasks: int = _resource(1, "processes on each node where no GPUs are asked for (gloo)")
+    cpus: int | None = _resource(None, "cores for each process")
+    mem: str | None = _resource(None, "memory of each node, such as 64G")
+    time: str | None = _resource(
         None, "time limit: 90m, 24h, 2d; a job that reaches it saves, is queued again and goes on"
     )
-    signal_delay: int = option(120, "seconds before the time limit at which a job saves")
-    partition: str | None = option(None, "partition")
-    account: str | None = option(None, "account")
-    qos: str | None = option(None, "quality of service")
-    constraint: str | None = option(None, "features that nodes must have")
-    nodelist: str | None = option(None, "nodes to use")
-    exclude: str | None = option(None, "nodes not to use")
+    signal_delay: int = _resource(120, "seconds before the time limit at which a job saves")
+    partition: str | None = _resource(None, "partition")
+    account: str | None = _resource(None, "account")
+    qos: str | None = _resource(None, "quality of service")
+    constraint: str | None = _resource(None, "features that nodes must have")
+    nodelist: str | None = _resource(None, "nodes to use")
+    exclude: str | None = _resource(None, "nodes not to use")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources(ResourceFlags):
+    """One job's share of a cluster: flags over slurm.toml over defaults."""
+
     setup: tuple[str, ...] = ()  # lines of shell before the command; slurm.toml only
     sbatch: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # slurm.toml only
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from instdisc.cli import option
+from instdisc.cli import CommandConfig, option
 from instdisc.errors import UserError
 from instdisc.names import ARCH_NAMES, PAPER_DETECTORS, ArchName
 from instdisc.runs.folders import runs_root
@@ -59,8 +59,11 @@ DETECT_QUICK = shlex.split(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(CommandConfig):
     """What a study is run on."""
+
+    PROG = "slurm/submit.py study NAME"
+    DESCRIPTION = "Runs a table or figure."
 
     data: str | None = option(None, "ImageNet; else $INSTDISC_DATA", metavar="DIR")
     cifar: str | None = option(

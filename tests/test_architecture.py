@@ -36,9 +36,10 @@ OURS = {*MAY_IMPORT, "tests", "benchmarks"}
 TORCH_FREE = re.compile(
     r"instdisc/(cli|errors|names|images/(locations|demo))\.py"
     rf"|instdisc/runs/({'|'.join(TORCH_FREE_RUNS)})\.py"
-    r"|(pretrain|transfer)/config\.py|slurm/.*\.py"
-    r"|transfer/(report|suite|reporting/\w+|suites/\w+|finetuning/recipes)\.py"
+    r"|(pretrain|transfer)/config\.py|slurm/.*\.py|(instdisc|transfer)/\w+/settings\.py"
+    r"|transfer/(reporting|suites)/\w+\.py"
 )
+COMMAND = re.compile(r'^main = command\((\w+), "([\w.]+):(\w+)"\)$', re.MULTILINE)
 TORCH = {"torch", "torchvision", "timm", "detectron2", "fvcore"}
 MAY_UNPICKLE: set[str] = set()  # paths; each needs a reason
 
@@ -204,6 +205,7 @@ def imports_are_absolute_and_named(tree: Tree) -> Iterator[str]:
     ("instdisc/cli.py", "import torch.nn", LAZY + "import torch"),
     ("slurm/a.py", "try:\n    import timm\nexcept ImportError:\n    pass", "import json"),
     ("pretrain/config.py", "class A:\n    import torchvision", "import torchlike"),
+    ("pretrain/a.py", 'import torch\nmain = command(A, "b:c")', "import torch"),
 )
 def light_modules_do_not_load_torch(tree: Tree) -> Iterator[str]:
     """`--help`, submitting a job and reading results do not wait for torch to load."""
@@ -224,8 +226,34 @@ def light_modules_do_not_load_torch(tree: Tree) -> Iterator[str]:
         return []
 
     for path, _ in python_files(tree, *MAY_IMPORT):
-        if TORCH_FREE.fullmatch(path) and (found := chain(path, set())):
+        light = TORCH_FREE.fullmatch(path) or COMMAND.search(tree[path])
+        if light and (found := chain(path, set())):
             yield f"{found[0]}: loads {' -> '.join(found[1:])}"
+
+
+@rule(
+    ("transfer/a.py", 'main = command(A, "transfer.b:run_b")', None),
+    ("transfer/a.py", 'main = command(A, "transfer.a:run_a")\ndef run_a(config): pass', None),
+    ("pretrain/a.py", "def main(argv=None): return 0", "def mains(): return 0"),
+)
+def a_command_is_its_flags_and_the_name_of_a_function(tree: Tree) -> Iterator[str]:
+    """A script holds nothing else: run as `__main__` and imported, it would exist twice.
+
+    The function is named by text, which no type checker follows. slurm/attempt.py is no command:
+    the batch script calls it.
+    """
+    for path, text in python_files(tree, *MAY_IMPORT):
+        mains = [n for n in parse(text).body if getattr(n, "name", "") == "main"]
+        if mains and path != "slurm/attempt.py":
+            yield f"{path}:{mains[0].lineno}: make main with instdisc.cli.command"
+        if (found := COMMAND.search(text)) is None:
+            continue
+        others = [n for n in parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        if others:
+            yield f"{path}:{others[0].lineno}: {others[0].name} belongs beside the work"
+        module, function = found[2].replace(".", "/") + ".py", found[3]
+        if function not in [getattr(n, "name", "") for n in parse(tree.get(module, "")).body]:
+            yield f"{path}:1: {module} has no {function}"
 
 
 @rule(

@@ -25,10 +25,11 @@ import pytest
 
 from instdisc.cli import build_parser
 from pretrain.config import PretrainConfig
-from transfer.config import SemisupConfig
 from transfer.detection.settings import DetectConfig
+from transfer.finetuning.settings import SemisupConfig
 from transfer.reporting import paper_numbers
-from transfer.suites.settings import ReportConfig, SuiteConfig
+from transfer.reporting.settings import ReportConfig
+from transfer.suites.settings import SuiteConfig
 
 REPO = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
@@ -257,7 +258,7 @@ def test_commands_of_the_page_are_those_of_the_suite() -> None:
     found = list(commands((REPO / "docs/reproduce.md").read_text("utf-8")))
     assert {script for script, _ in found} == set(types)
     for script, argv in found:
-        build_parser(types[script], prog=script, description="").parse_args(argv)
+        build_parser(types[script]).parse_args(argv)
 
 
 def test_defaults_of_the_pretraining_table_are_those_of_the_code() -> None:

@@ -124,7 +124,8 @@ def test_console_script_points_at_a_function(command: str, target: str) -> None:
     module, _, function = target.partition(":")
     path = REPO / (module.replace(".", "/") + ".py")
     assert path.is_file(), f"{command}: there is no module {module}"
-    defined = [n.name for n in ast.parse(path.read_text("utf-8")).body if hasattr(n, "name")]
+    assigned = [n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.Assign)]
+    defined = [ast.unparse(target) for node in assigned for target in node.targets]
     assert function in defined, f"{command}: {module} defines no {function}"
 
 

@@ -8,13 +8,9 @@ import pytest
 from instdisc.networks.backbones import build_backbone
 from instdisc.training.seed import seeded
 from pretrain.config import RECIPES, PretrainConfig
-from transfer.config import (
-    PAPER_NUM_NEIGHBORS,
-    KnnConfig,
-    LinearConfig,
-    RetrieveConfig,
-    SemisupConfig,
-)
+from transfer.finetuning.settings import SemisupConfig
+from transfer.nearest.settings import PAPER_NUM_NEIGHBORS, KnnConfig, RetrieveConfig
+from transfer.probing.settings import LinearConfig
 
 PAPER = {
     "temperature": 0.07,  # section 4.2: "tau = 0.07"

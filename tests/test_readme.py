@@ -45,7 +45,7 @@ def commands(text: str, script: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_pretraining_commands_in_the_documents_parse(document: str, repo: Path) -> None:
-    parser = build_parser(PretrainConfig, prog="x", description="")
+    parser = build_parser(PretrainConfig)
     for argv in commands((repo / document).read_text(), "pretrain/run.py"):
         parser.parse_args(argv)
 

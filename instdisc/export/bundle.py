@@ -9,11 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from instdisc.cli import say
 from instdisc.errors import UserError
 from instdisc.export import Target
 from instdisc.export.contract import Source, load_source
+from instdisc.export.describe import describe_checkpoint
+from instdisc.export.settings import ExportConfig
 from instdisc.export.verify import CONVERTERS, TOLERANCE, Verification, verify_target
-from instdisc.runs.folders import provenance, write_json
+from instdisc.runs.folders import newest_backbone, provenance, write_json
 
 FORMAT = "instdisc/export/1"
 REPORT = "report.json"
@@ -137,3 +140,18 @@ def export_backbone(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return report
+
+
+def run_export(config: ExportConfig) -> None:
+    """The command: converts, or inspects."""
+    if config.inspect is not None:
+        say(describe_checkpoint(config.inspect))
+        return
+    weights = config.weights if config.weights is not None else newest_backbone()
+    if weights.is_dir():
+        weights = weights / "backbone.pt"
+    output = config.output if config.output is not None else weights.parent / "export"
+    targets = tuple(dict.fromkeys(config.to))
+    say(f"weights: {weights}")
+    export_backbone(weights, output, targets=targets, overwrite=config.overwrite, say=say)
+    say(f"export: {output}")

@@ -26,8 +26,6 @@ LUMINANCE = (0.299, 0.587, 0.114)
 # A JPEG is decoded at 1/2, 1/4 or 1/8 where the crop then still has this many times the pixels of
 # the output on each side, so that most of the smoothing is still done by the resize.
 REDUCTION_MARGIN = 1.5
-# OpenCV's threads would compete with the other loader processes, and do not survive a fork.
-cv2.setNumThreads(0)
 _LEVELS = np.arange(256, dtype=np.float32)
 
 

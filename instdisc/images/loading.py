@@ -1,10 +1,13 @@
 """How images reach the model: batches whose content and augmentation depend on no history."""
 
 import dataclasses
+import functools
 import multiprocessing.util
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import cv2
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
@@ -15,9 +18,6 @@ from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec, Transform
 from instdisc.runs.signals import kill_loaders, leave_signals_to_parent
 from instdisc.training.seed import generator, seeded
-
-# At exit, before Python itself ends the child processes that are left.
-multiprocessing.util.Finalize(None, kill_loaders, exitpriority=0)
 
 
 class Samples(Dataset[tuple[Tensor, int, str]]):
@@ -127,6 +127,10 @@ def build_loader(
         workers: loader processes.
         pin_memory: for copies to a GPU.
     """
+    # OpenCV's threads would compete with the other loader processes, and do not survive a fork.
+    cv2.setNumThreads(0)
+    if workers:
+        _kill_loaders_at_exit(os.getpid())
     return DataLoader(
         samples,
         batch_sampler=plan,
@@ -134,8 +138,19 @@ def build_loader(
         collate_fn=getattr(samples, "collate", None),
         pin_memory=pin_memory,
         prefetch_factor=4 if workers else None,
-        worker_init_fn=leave_signals_to_parent,
+        worker_init_fn=_start_worker,
     )
+
+
+@functools.cache
+def _kill_loaders_at_exit(pid: int) -> None:
+    """Once in a process: at exit, before Python itself ends the child processes that are left."""
+    multiprocessing.util.Finalize(None, kill_loaders, exitpriority=0)
+
+
+def _start_worker(worker: int) -> None:
+    cv2.setNumThreads(0)  # a spawned process has the default
+    leave_signals_to_parent(worker)
 
 
 def sequential_plan(

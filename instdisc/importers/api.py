@@ -7,24 +7,32 @@ are read without running anything in them (foreign_files.py).
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from instdisc.cli import say
 from instdisc.errors import UserError
 from instdisc.importers.dialect_table import FORMATS
 from instdisc.importers.foreign_files import MALFORMED, ForeignFile, read_foreign
 from instdisc.importers.inputs import Overrides, check_detectron2, find_input
 from instdisc.importers.plan import Plan, choose, find_format, make_plan, shown
+from instdisc.importers.settings import ImportConfig
 from instdisc.importers.stored_tensors import StoredTensor
+from instdisc.runs.checkpoint import save_checkpoint
+from instdisc.runs.folders import runs_root
 from instdisc.training.seed import seeded
 
-__all__ = ["FORMATS", "ImportReport", "describe", "find_format", "import_checkpoint"]
+__all__ = ["FORMATS", "ImportReport", "describe", "find_format", "import_checkpoint", "run_import"]
 
 MISSING_FC_SEED = 0
+SUFFIXES = re.compile(r"(\.(pth|pt|pkl|ckpt|tar|torch|bin|safetensors|t7|pyth))+$")
+# What a training run keeps in its folder; an import would mix with it.
+RUN_FILES = ("last.pt", "metrics.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,3 +218,56 @@ def describe(path: Path) -> str:
             lines.append(f"{what}: {shown(names)}")
     lines.append(f"import it: python pretrain/import_weights.py {path}")
     return "\n".join(lines)
+
+
+def find_output(config: ImportConfig) -> Path:
+    """Where backbone.pt goes, or why it cannot go there."""
+    name = config.name or SUFFIXES.sub("", config.checkpoint.name) or "imported"
+    output = config.output or runs_root() / "pretrain" / name / "backbone.pt"
+    if output.is_dir():
+        output = output / "backbone.pt"
+    if any(folder.exists() and not folder.is_dir() for folder in output.parents):
+        raise UserError(f"{output.parent} is no folder: choose another --output")
+    if any((output.parent / run_file).exists() for run_file in RUN_FILES):
+        raise UserError(f"{output.parent} is a training run: choose another folder with --name")
+    if output.exists() and not config.overwrite:
+        raise UserError(f"{output} exists: choose another --name, or replace it with --overwrite")
+    return output
+
+
+def summary(names: Sequence[str]) -> str:
+    """Names of left-out tensors by their first part: `encoder_k (320), queue`."""
+    groups: dict[str, int] = {}
+    for name in names:
+        start = name.partition(".")[0]
+        groups[start] = groups.get(start, 0) + 1
+    return ", ".join(name if n == 1 else f"{name} ({n})" for name, n in groups.items()) or "none"
+
+
+def run_import(config: ImportConfig) -> None:
+    """The command: imports one checkpoint."""
+    output = find_output(config)
+    report = import_checkpoint(
+        config.checkpoint,
+        format=config.format,
+        ignore_unknown=config.ignore_unknown,
+        allow_missing_fc=config.allow_missing_fc,
+        overrides=Overrides(
+            image_size=config.image_size,
+            mean=config.mean or None,
+            std=config.std or None,
+            crop_ratio=config.crop_ratio,
+            stem="small" if config.stem == "small" else None,
+            assume_rgb=config.assume_rgb,
+        ),
+    )
+    payload = report.payload
+    save_checkpoint(output, "backbone", payload)
+    head = payload["projection"]
+    say(f"format: {report.format}{'' if config.format != 'auto' else ' (found by content)'}")
+    say(f"arch: {report.arch}, stem {payload['stem']}, batch norm {payload['batch_norm']}")
+    say(f"used: {report.num_used} tensors; dropped: {summary(report.dropped)}")
+    say(f"projection: {len(head['bias'])} dimensions" if head else "projection: none")
+    for note in report.notes:
+        say(note)
+    say(f"backbone: {output}")

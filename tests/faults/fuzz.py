@@ -189,7 +189,7 @@ def configs(folder: Path) -> Kind:
     ]
 
     def read(path: Path) -> object:
-        return parse(PretrainConfig, ["--config", str(path)], prog="fuzz", description="")
+        return parse(PretrainConfig, ["--config", str(path)])
 
     def spoil(seed: bytes, draw: random.Random) -> bytes:
         if draw.random() < 0.5:

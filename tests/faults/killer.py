@@ -143,8 +143,8 @@ def pretraining(root: Path) -> Task:
 
 def semisup(root: Path) -> Task:
     """Two initialisations of six steps, each saved."""
-    from transfer.config import SemisupConfig
     from transfer.finetuning.semisup import run_semisup
+    from transfer.finetuning.settings import SemisupConfig
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -174,8 +174,8 @@ def semisup(root: Path) -> Task:
 
 def linear(root: Path) -> Task:
     """Features of three stages, then probes, each step saved."""
-    from transfer.config import LinearConfig
     from transfer.probing.linear import run_linear
+    from transfer.probing.settings import LinearConfig
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -194,8 +194,8 @@ def linear(root: Path) -> Task:
 
 def features(root: Path) -> Task:
     """transfer/knn.py: features of both splits into the store, then the vote."""
-    from transfer.config import KnnConfig
     from transfer.nearest.knn import run_knn
+    from transfer.nearest.settings import KnnConfig
 
     data = write_images(root / "images")
     weights = write_backbone(root / "weights" / "backbone.pt", "tiny", data, 24)
@@ -268,7 +268,7 @@ def detection(root: Path) -> Task:
 def report(root: Path) -> Task:
     """A report over an older one: every file is of the one or of the other."""
     from transfer.reporting.report import write_report
-    from transfer.suites.settings import ReportConfig
+    from transfer.reporting.settings import ReportConfig
 
     def row(task: str, value: float, seed: int) -> Result:
         protocol = "k=200 tau=0.07 embedding" if task == "knn" else "stage=conv5 solver=sgd"

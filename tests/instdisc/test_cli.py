@@ -5,6 +5,7 @@ import errno
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,10 @@ from instdisc import cli
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
+class Example(cli.CommandConfig):
+    PROG = "example"
+    DESCRIPTION = ""
+
     size: Literal["small", "large"] = cli.option("small", "how big", aliases=["-s"])
     rate: float = cli.option(0.5, "how fast; 100% is 1.0")
     steps: tuple[int, ...] = cli.option((1, 2), "when")
@@ -33,7 +37,7 @@ class Example:
 
 
 def parse(*argv: str) -> Example:
-    return cli.parse(Example, argv, prog="example", description="")
+    return cli.parse(Example, argv)
 
 
 def test_flags_win_over_config_file_over_recipe_over_defaults(tmp_path: Path) -> None:
@@ -73,9 +77,7 @@ def test_bad_config_files_end_in_one_line(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(content)
-    code = cli.run_command(
-        Example, lambda _: 0, ["--config", str(file)], prog="example", description=""
-    )
+    code = cli.run_command(Example, lambda _: 0, ["--config", str(file)])
     error = capsys.readouterr().err
     assert code == 2
     assert expected in error
@@ -106,10 +108,80 @@ def test_what_the_user_can_mend_is_one_line(
     def execute(config: Example) -> int:
         raise raised
 
-    assert cli.run_command(Example, execute, [], prog="example", description="") == code
+    assert cli.run_command(Example, execute, []) == code
     error = capsys.readouterr().err
     assert text in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module whose `run` is what a command names."""
+    module = types.ModuleType("example_work")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("returned", "code"),
+    [(None, 0), (0, 0), (1, 1), (75, 75), (True, 0), (Path("backbone.pt"), 0), ("done", 0)],
+)
+def test_an_exit_code_is_an_int_that_the_function_returns(
+    work: types.ModuleType, returned: object, code: int
+) -> None:
+    seen = []
+    work.run = lambda config: (seen.append(config), returned)[1]  # type: ignore[attr-defined]
+    assert cli.command(Example, "example_work:run")(["--rate", "1"]) == code
+    assert seen == [Example(rate=1.0)]
+
+
+def test_the_function_is_imported_only_when_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    main = cli.command(Example, "instdisc.no_such_module:run")
+    assert main(["--rate", "-1"]) == 2
+    with cli.parse_only() as parsed:
+        assert main([]) == 0
+    assert parsed == [Example()]
+    with pytest.raises(ModuleNotFoundError):  # a bug, and no package to install
+        main([])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Words(cli.CommandConfig):
+    PROG = "words"
+    DESCRIPTION = """
+    What it does:
+      indented
+    """
+
+    files: tuple[Path, ...] = cli.option((), "inputs", metavar="FILE", positional=True)
+    loud: bool = cli.option(False, "say more")
+    seen: tuple[str, ...] = ()
+
+    @classmethod
+    def recipe_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"seen": tuple(sorted(given))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rest(Words):
+    task: tuple[str, ...] = cli.option((), "and its flags", rest=True)
+    files: tuple[Path, ...] = ()
+
+
+def test_words_without_a_flag_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.parse(Words, []) == Words()
+    found = cli.parse(Words, ["a", "--loud", "b"])
+    assert found == Words(files=(Path("a"), Path("b")), loud=True, seen=("files", "loud"))
+    with pytest.raises(SystemExit):
+        cli.parse(Words, ["--help"])
+    assert "\nWhat it does:\n  indented\n" in capsys.readouterr().out
+
+
+def test_what_follows_a_task_is_the_tasks() -> None:
+    assert cli.parse(Rest, ["--loud"]) == Rest(loud=True, seen=("loud", "task"))
+    found = cli.parse(Rest, ["--loud", "knn", "--no-loud", "--k", "5", "--help"])
+    assert found.loud
+    assert found.task == ("knn", "--no-loud", "--k", "5", "--help")
 
 
 def test_bugs_keep_their_traceback() -> None:
@@ -117,7 +189,7 @@ def test_bugs_keep_their_traceback() -> None:
         raise OSError(errno.EIO, "broken")
 
     with pytest.raises(OSError, match="broken"):
-        cli.run_command(Example, execute, [], prog="example", description="")
+        cli.run_command(Example, execute, [])
 
 
 def test_help_shows_default_reason_and_percent_signs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from instdisc.importers.api import FORMATS
+from instdisc.importers.settings import Format
 from instdisc.networks.backbones import build_backbone
 from instdisc.networks.weights import load_backbone
-from pretrain.import_weights import Format, main
+from pretrain.import_weights import main
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def test_weights_that_are_no_numbers_are_not_saved(
 
 def test_the_flag(image_tree: Path) -> None:
     argv = ["--data", str(image_tree), "--on-nan", "skip", "3"]
-    found = parse(PretrainConfig, argv, prog="p", description="")
+    found = parse(PretrainConfig, argv)
     assert parse_on_nan(found.on_nan) == 3
     assert parse_on_nan(PretrainConfig().on_nan) == 0
     for words in ((), ("skip",), ("skip", "0"), ("skip", "-1"), ("stop", "3"), ("go",)):

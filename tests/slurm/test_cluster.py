@@ -17,7 +17,7 @@ import torch
 from instdisc.images.transforms import InputSpec
 from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
-from slurm import status, submit
+from slurm import progress, status, submit
 from slurm.jobs import read_status
 
 pytestmark = pytest.mark.slow
@@ -59,11 +59,11 @@ class User:
         files = (self.runs / run).rglob("metrics.jsonl")
         return sum(len(file.read_text().splitlines()) for file in files)
 
-    def statuses(self) -> dict[str, status.JobStatus]:
-        return {each.name: each for each in status.read_statuses(self.jobs)}
+    def statuses(self) -> dict[str, progress.JobStatus]:
+        return {each.name: each for each in progress.read_statuses(self.jobs)}
 
-    def wait(self, name: str, *states: str, seconds: float = 400) -> status.JobStatus:
-        def found() -> status.JobStatus | None:
+    def wait(self, name: str, *states: str, seconds: float = 400) -> progress.JobStatus:
+        def found() -> progress.JobStatus | None:
             each = self.statuses()[name]
             if each.state in ("failed", "stopped") and each.state not in states:
                 pytest.fail(f"{each}\n{self.logs()}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm import status
+from slurm import progress, status
 from slurm.cluster import Queued, find_state
 from slurm.jobs import Job, save_job, write_status, write_submission
 
@@ -77,17 +77,17 @@ def test_progress_is_the_latest_of_each_number(tmp_path: Path) -> None:
     )
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 20, "epo')  # being written
-    found = status.describe_progress(status.read_progress(tmp_path / "run"))
+    found = progress.describe_progress(progress.read_progress(tmp_path / "run"))
     assert found == "epoch 1.5/12, loss 6.25, kNN 31.25%"
-    below = status.describe_progress(status.read_progress(tmp_path))  # a trial's own folder
+    below = progress.describe_progress(progress.read_progress(tmp_path))  # a trial's own folder
     assert below == "epoch 1.5, loss 6.25, kNN 31.25%"
-    assert status.read_progress(tmp_path / "none") == {}
+    assert progress.read_progress(tmp_path / "none") == {}
 
 
 def test_progress_of_a_detector(tmp_path: Path) -> None:
     (tmp_path / "trial-0").mkdir()
     (tmp_path / "trial-0" / "metrics.json").write_text('{"iteration": 19, "total_loss": 1.25}\n')
-    found = status.describe_progress(status.read_progress(tmp_path))
+    found = progress.describe_progress(progress.read_progress(tmp_path))
     assert found == "iteration 19, loss 1.25"
 
 

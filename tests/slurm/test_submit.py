@@ -54,6 +54,7 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ["--dry-run", "pretrain", "--arch", "resnet50"],
         ["--dry-run", "semisup", "--labeled", "0.01"],
         ["--dry-run", "detect", "--cfg", "faster_r50"],
+        ["--dry-run", "proposals", "make", "--split", "test"],
         ["--dry-run", "study", "demo"],
         ["pretrain", "--help"],
     ],

@@ -9,7 +9,7 @@ from instdisc.cli import parse
 from instdisc.errors import UserError
 from instdisc.images.sets import ImageSet
 from instdisc.networks.weights import open_weights
-from transfer.config import KnnConfig, RetrieveConfig
+from transfer.nearest.settings import KnnConfig, RetrieveConfig
 from transfer.task import align_labels, find_location, joint_fingerprint, open_task
 
 
@@ -51,12 +51,7 @@ def test_run_folder_replays(tiny_network: Path) -> None:
     config = KnnConfig(device="cpu", num_neighbors=(3, 1), features=("backbone",))
     task = open_task("knn", config)
     assert task.output == tiny_network.parents[2] / "knn" / "tiny"
-    replayed = parse(
-        KnnConfig,
-        ["--config", str(task.output / "config.json")],
-        prog="knn",
-        description="",
-    )
+    replayed = parse(KnnConfig, ["--config", str(task.output / "config.json")])
     assert replayed == config
 
 

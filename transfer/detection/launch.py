@@ -4,14 +4,13 @@ import os
 import socket
 
 import torch
-from detectron2.utils import comm
 from torch.multiprocessing.spawn import spawn
 
 from instdisc.errors import UserError
 from instdisc.runs.log import setup_logging
 from instdisc.training import dist
+from transfer.detection.logs import quiet_libraries
 from transfer.detection.settings import DetectConfig
-from transfer.detection.task import run_detect
 
 
 def launch(config: DetectConfig) -> None:
@@ -43,6 +42,11 @@ def _run_rank(rank: int, world_size: int, port: int, config: DetectConfig) -> No
 
 
 def _run(config: DetectConfig) -> None:
+    quiet_libraries()  # before Detectron2 is imported, which warns already then
+    from detectron2.utils import comm
+
+    from transfer.detection.task import run_detect
+
     process = dist.init_process(config.device)
     setup_logging(None, is_main=process.is_main)
     if process.world_size > 1:

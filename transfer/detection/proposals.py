@@ -14,14 +14,15 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from instdisc.cli import say
 from instdisc.errors import UserError
+from instdisc.names import VOC_VARIABLE
 from instdisc.runs.folders import runs_root
 from transfer.detection.average_precision import box_iou
 from transfer.detection.proposal_files import (
@@ -32,7 +33,14 @@ from transfer.detection.proposal_files import (
     read_proposals,
     write_proposals,
 )
-from transfer.detection.voc import Record, VocSplit, fingerprint
+from transfer.detection.settings import ProposalsConfig, SearchMode
+from transfer.detection.voc import (
+    Record,
+    VocSplit,
+    find_class_names,
+    fingerprint,
+    read_voc,
+)
 
 __all__ = [
     "Proposals",
@@ -44,11 +52,10 @@ __all__ = [
     "proposal_file",
     "read_proposals",
     "recall",
+    "run_proposals",
     "selective_search",
     "write_proposals",
 ]
-
-Mode = Literal["fast", "quality"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Summary:
     notes: tuple[str, ...]
 
 
-def selective_search(image: NDArray[np.uint8], mode: Mode = "fast") -> Array:
+def selective_search(image: NDArray[np.uint8], mode: SearchMode = "fast") -> Array:
     """Proposals (K, 4) of a BGR image (H, W, 3), the most promising first.
 
     OpenCV's own order is drawn from the C library's random state, which differs from run to run,
@@ -101,7 +108,12 @@ def proposal_file(split: VocSplit, source: str = "fast") -> Path:
 
 
 def make_proposals(
-    split: VocSplit, out: Path, workers: int = 1, mode: Mode = "fast", *, progress: bool = True
+    split: VocSplit,
+    out: Path,
+    workers: int = 1,
+    mode: SearchMode = "fast",
+    *,
+    progress: bool = True,
 ) -> Proposals:
     """Selective search over a split; goes on where a killed run stopped.
 
@@ -137,7 +149,7 @@ def make_proposals(
 
 
 def _search_parallel(
-    jobs: Sequence[tuple[str, str, Mode]], workers: int, report: Callable[[], object]
+    jobs: Sequence[tuple[str, str, SearchMode]], workers: int, report: Callable[[], object]
 ) -> None:
     if not jobs:
         return
@@ -166,7 +178,7 @@ def _start_worker() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
-def _search_file(image: str, file: str, mode: Mode) -> None:
+def _search_file(image: str, file: str, mode: SearchMode) -> None:
     pixels = cv2.imread(image, cv2.IMREAD_COLOR)
     if pixels is None:
         raise UserError(f"{image} is not an image that OpenCV can read: replace it")
@@ -249,3 +261,58 @@ def recall(
         return dict.fromkeys(thresholds, float("nan"))
     covered = np.concatenate(best)
     return {t: float(np.mean(covered >= t)) for t in thresholds}
+
+
+def run_proposals(config: ProposalsConfig) -> None:
+    """The command: makes, imports or checks the proposals of a split."""
+    root = config.voc_root or Path(os.environ.get(VOC_VARIABLE, "datasets"))
+    split = VocSplit(root, config.year, config.split)
+    # First, so that a damaged data set is known before hours of work.
+    names = find_class_names(split.root, split.year, [split.split])
+    records = read_voc(split.root, split.year, split.split, names)
+    if config.action == "check":
+        proposals = read_proposals(config.files[0])
+    else:
+        source = config.mode if config.action == "make" else "imported"
+        out = config.out or proposal_file(split, source)
+        if config.action == "make":
+            workers = os.cpu_count() or 1 if config.workers is None else config.workers
+            proposals = make_proposals(split, out, workers, config.mode)
+        else:
+            proposals = _import_files(config.files, split.ids)
+            check_proposals(proposals, records)  # a wrong file must not reach the disk
+            write_proposals(out, proposals.ids, proposals.boxes, proposals.scores)
+        say(f"wrote {out}")
+    _print_summary(proposals, records)
+
+
+def _import_files(files: Sequence[Path], ids: Sequence[str]) -> Proposals:
+    readers = {".mat": from_mat, ".pkl": from_detectron_pkl, ".pickle": from_detectron_pkl}
+    parts = []
+    for file in files:
+        reader = readers.get(file.suffix.lower())
+        if reader is None:
+            raise UserError(f"{file} has no known ending: expected .mat or .pkl")
+        parts.append(reader(file, ids))
+    merged = Proposals.build(
+        [i for part in parts for i in part.ids],
+        [boxes for part in parts for boxes in part.boxes],
+        [scores for part in parts for scores in part.scores],
+    )
+    return merged.select(ids)
+
+
+def _print_summary(proposals: Proposals, records: Sequence[Record]) -> None:
+    summary = check_proposals(proposals, records)
+    say(
+        f"{summary.num_images} images, {summary.num_boxes} boxes, for an image "
+        f"{summary.fewest} to {summary.most}, median {summary.median:g}"
+    )
+    for note in summary.notes:
+        say(f"note: {note}")
+    for limit in (None, 2000, 1000):
+        if limit is not None and summary.most <= limit:
+            continue
+        shares = recall(proposals, records, max_boxes=limit).items()
+        text = ", ".join(f"{share:.4f} at IoU {threshold:g}" for threshold, share in shares)
+        say(f"recall of {'all' if limit is None else f'the best {limit}'}: {text}")

@@ -8,9 +8,8 @@ from instdisc.errors import UserError
 from instdisc.images.subsets import LabeledSubset, choose_labeled, hold_out, read_list
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import Result, check_results, summarize
-from transfer.config import SemisupConfig
 from transfer.finetuning.curve import draw_curve
-from transfer.finetuning.recipes import RECIPES
+from transfer.finetuning.settings import RECIPES, SemisupConfig
 from transfer.finetuning.trials import Trial, open_start, run_trial
 from transfer.task import Task, open_task
 

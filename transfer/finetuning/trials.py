@@ -27,8 +27,8 @@ from instdisc.training.amp import check_amp
 from instdisc.training.dist import Process
 from instdisc.training.seed import seeded
 from instdisc.training.small_maps import use_small_map_gradients
-from transfer.config import SemisupConfig
 from transfer.finetuning.predictions import accuracy, predict
+from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
 
 AnyBackbone = Backbone | TimmBackbone

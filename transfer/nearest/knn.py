@@ -15,8 +15,8 @@ from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import Result
 from instdisc.training import dist
-from transfer.config import PAPER_NUM_NEIGHBORS, KnnConfig
 from transfer.nearest.rows import LabelledRows, build_store, load_rows, to_device
+from transfer.nearest.settings import PAPER_NUM_NEIGHBORS, KnnConfig
 from transfer.task import Task, open_task
 
 RANKS = (1, 5)  # top-1 and top-5

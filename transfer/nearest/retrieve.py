@@ -17,12 +17,12 @@ from instdisc.neighbors.vote import top_k
 from instdisc.runs.folders import write_text
 from instdisc.runs.log import LOGGER
 from instdisc.training import dist
-from transfer.config import RetrieveConfig
 from transfer.nearest.cases import BEST, WORST, choose_cases, make_case
 from transfer.nearest.figure import save_figure
 from transfer.nearest.gallery import Gallery, Section, to_printable
 from transfer.nearest.page import render_page
 from transfer.nearest.rows import LabelledRows, build_store, load_rows, to_device
+from transfer.nearest.settings import RetrieveConfig
 from transfer.task import Task, open_task
 
 

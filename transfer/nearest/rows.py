@@ -11,7 +11,7 @@ from instdisc.features.extract import build_extractor
 from instdisc.features.store import FeatureStore, StoredFeatures, unreadable
 from instdisc.images.sets import ImageSet
 from instdisc.runs.log import LOGGER
-from transfer.config import KnnConfig, RetrieveConfig
+from transfer.nearest.settings import KnnConfig, RetrieveConfig
 from transfer.task import Task
 
 

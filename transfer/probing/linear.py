@@ -17,10 +17,10 @@ from instdisc.runs.checkpoint import remove_checkpoints
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import Result, config_hash
 from instdisc.training.seed import generator
-from transfer.config import LinearConfig
 from transfer.finetuning.predictions import accuracy, predict
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
 from transfer.probing.pooled import StageFeatures
+from transfer.probing.settings import LinearConfig
 from transfer.probing.sources import build_source
 from transfer.probing.svm import LOSSES, Probes, Standardizer, fit_liblinear
 from transfer.task import Task, open_task

@@ -18,8 +18,8 @@ from instdisc.names import STAGES, Precision
 from instdisc.runs.folders import runs_root
 from instdisc.runs.log import LOGGER
 from instdisc.training.dist import broadcast_flag
-from transfer.config import LinearConfig
 from transfer.probing.pooled import StageFeatures, pooled_extractor
+from transfer.probing.settings import LinearConfig
 from transfer.probing.svm import Probes, ProbesOn
 from transfer.task import Task
 

@@ -14,9 +14,9 @@ from transfer.reporting.figures import draw_figures
 from transfer.reporting.grids import Grid
 from transfer.reporting.page import render_report
 from transfer.reporting.rows import collect
+from transfer.reporting.settings import ReportConfig
 from transfer.reporting.tables import Tables
 from transfer.reporting.text import to_csv, to_markdown
-from transfer.suites.settings import ReportConfig
 
 TITLE = "What the backbone is worth"
 NOTHING = (

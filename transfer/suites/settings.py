@@ -1,10 +1,10 @@
-"""SuiteConfig and ReportConfig. Imports no torch."""
+"""SuiteConfig: flags of transfer/suite.py. Imports no torch."""
 
 import dataclasses
 import shlex
-from pathlib import Path
 from typing import Literal
 
+from instdisc.cli import CommandConfig
 from instdisc.errors import UserError
 from transfer.config import check, data_option, network_option, protocol_option, run_option
 
@@ -19,8 +19,26 @@ NOT_DECISIVE = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SuiteConfig:
+class SuiteConfig(CommandConfig):
     """Every transfer task for one or several networks."""
+
+    PROG = "transfer/suite.py"
+    DESCRIPTION = """
+    Runs the readouts and transfer tasks for one or several networks, each task in
+    a process of its own, the cheap ones first, then writes the report. What is
+    finished is not run again; a task that fails does not stop the others, and is
+    named at the end (exit code 1). Stopped by a signal, the suite ends with 75:
+    the same command goes on.
+    """
+    EPILOG = """
+    examples:
+      python transfer/suite.py                                         newest run, all tasks
+      python transfer/suite.py --weights a.pt --data /data/imagenet --voc-root VOCdevkit
+      python transfer/suite.py --weights a.pt b.pt timm:resnet50 random:resnet50 --tasks knn linear
+      python transfer/suite.py --tasks semisup --labeled 0.01 --trials 3 --extra 'semisup --sweep'
+    Features are computed once per network and kept in runs/features, where kNN and
+    retrieval share them. runs/suite has a record of each finished part.
+    """
 
     weights: tuple[str, ...] = network_option(
         (),
@@ -80,20 +98,3 @@ class SuiteConfig:
                 raise UserError(f"--extra {text!r}: begin with one of {', '.join(TASKS)}")
             flags.setdefault(words[0], []).extend(words[1:])
         return flags
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReportConfig:
-    """The report of a runs folder."""
-
-    results: Path | None = data_option(
-        None, "rows to read; results.jsonl of the runs folder if not given", metavar="FILE"
-    )
-    output: Path | None = run_option(
-        None, "folder of the report; report/ in the runs folder if not given", metavar="DIR"
-    )
-    figures: bool = run_option(True, "draw the figures")
-    check: bool = run_option(False, "only check that every row is sound; write nothing")
-    repair: bool = run_option(
-        False, "move damaged lines to results.jsonl.damaged, as one cut short by a crash"
-    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from instdisc.cli import say
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
 from instdisc.names import (
     DATA_VARIABLE,
@@ -193,11 +194,6 @@ class Runner:
         return EXIT_INTERRUPTED if self.stopped and code != 0 else code
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 def _is_finished(part: Part) -> bool:
     try:
         return bool(json.loads(part.record.read_text("utf-8"))["exit_code"] == 0)
@@ -238,11 +234,11 @@ def run_suite(config: SuiteConfig) -> int:
             head = f"[{number}/{len(parts)}] {part.label}"
             if part.skipped:
                 skipped.append(f"{part.label}: {part.skipped}")
-                _say(f"{head}: left out, {part.skipped}")
+                say(f"{head}: left out, {part.skipped}")
             elif _is_finished(part) and not config.again:
-                _say(f"{head}: finished before (--again runs it again)")
+                say(f"{head}: finished before (--again runs it again)")
             else:
-                _say(f"{head}: {' '.join(part.command[2:])}")
+                say(f"{head}: {' '.join(part.command[2:])}")
                 code = run_part(part, runner)
                 if code != 0:
                     failed.append(f"{part.label} (exit code {code})")
@@ -257,9 +253,9 @@ def run_suite(config: SuiteConfig) -> int:
 
 def _conclude(parts: Sequence[Part], skipped: Sequence[str], failed: Sequence[str]) -> int:
     """Says how it went; the exit code."""
-    _say(f"{len(parts)} parts, {len(skipped)} left out, {len(failed)} failed")
+    say(f"{len(parts)} parts, {len(skipped)} left out, {len(failed)} failed")
     for line in skipped:
-        _say(f"left out: {line}")
+        say(f"left out: {line}")
     for line in failed:
-        _say(f"FAILED: {line}")
+        say(f"FAILED: {line}")
     return 1 if failed else 0

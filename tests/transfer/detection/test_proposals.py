@@ -482,7 +482,8 @@ def test_make_resumes_after_a_kill_with_the_same_result(tmp_path, monkeypatch, r
 
 
 def test_the_command_needs_neither_detectron2_nor_torch(repo):
-    code = "import sys; sys.modules.update(detectron2=None, torch=None); import transfer.proposals"
+    code = "import sys; sys.modules.update(detectron2=None, torch=None)\n"
+    code += "import transfer.proposals, transfer.detection.proposals"
     assert subprocess.run([sys.executable, "-c", code], cwd=repo, check=False).returncode == 0
 
 
@@ -514,6 +515,14 @@ def test_command_ends_bad_input_with_one_line_and_code_2(tmp_path, capsys):
         (["import", str(strange), *source], "expected .mat or .pkl"),
         (["check", str(tmp_path / "absent.pkl"), *source], "no file"),
         (["make", "--voc-root", str(tmp_path / "absent")], "VOCdevkit/VOC2007/{Annotations"),
+        ([], "name make, import or check"),
+        (["fly", *source], "name make, import or check"),
+        (["make", str(other), *source], "make takes no files"),
+        (["import", *source], "name at least one file"),
+        (["check", *source], "check: name one file"),
+        (["check", str(other), str(other), *source], "check: name one file"),
+        (["check", str(other), *source, "--out", str(tmp_path / "o")], "check has no --out"),
+        (["import", str(other), *source, "-j", "1"], "import has no --workers"),
     ):
         assert main(argv) == 2
         told = capsys.readouterr().err

@@ -20,15 +20,15 @@ from instdisc.networks.backbones import backbone_payload, build_backbone
 from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.runs.folders import read_jsonl
 from instdisc.runs.results import read_results, summarize
-from transfer.config import SemisupConfig
 from transfer.finetuning.semisup import run_semisup
+from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.supervised import SupervisedTrainer
 
 # Run by other interpreters, after the code that makes the tiny architecture.
 WORKER = """
 import json, os, signal, sys
 from instdisc.cli import from_dict
-from transfer.config import SemisupConfig
+from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.semisup import run_semisup
 from transfer.finetuning.supervised import SupervisedTrainer
 

@@ -8,8 +8,8 @@ import torch
 
 from instdisc.networks.weights import open_weights
 from instdisc.runs.checkpoint import weights_hash
-from transfer.config import SemisupConfig
 from transfer.finetuning.semisup import run_semisup
+from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.trials import open_start, reinitialized
 from transfer.semisup import main
 

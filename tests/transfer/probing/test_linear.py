@@ -21,17 +21,17 @@ from instdisc.names import STAGES
 from instdisc.networks.backbones import backbone_payload, build_backbone
 from instdisc.runs.checkpoint import load_file, save_checkpoint
 from instdisc.runs.results import Result, read_results
-from transfer.config import LinearConfig
 from transfer.finetuning.supervised import SupervisedTrainer
 from transfer.knn import main as knn
 from transfer.linear import main
 from transfer.probing.linear import default_epochs, run_linear
 from transfer.probing.pooled import NotFrozenError, StageFeatures
+from transfer.probing.settings import LinearConfig
 
 WORKER = """
 import json, os, sys
 from instdisc.cli import from_dict
-from transfer.config import LinearConfig
+from transfer.probing.settings import LinearConfig
 from transfer.probing.linear import run_linear
 
 for port, values in json.loads(sys.argv[1]):

@@ -185,8 +185,10 @@ def test_records_say_what_ran(network: Path, fake: Fake) -> None:
 def test_arguments_are_those_of_the_commands(network: Path) -> None:
     """What the suite would type is what each command's own parser takes."""
     from instdisc.cli import build_parser
-    from transfer.config import KnnConfig, LinearConfig, RetrieveConfig, SemisupConfig
     from transfer.detection.settings import DetectConfig
+    from transfer.finetuning.settings import SemisupConfig
+    from transfer.nearest.settings import KnnConfig, RetrieveConfig
+    from transfer.probing.settings import LinearConfig
 
     types = {
         "knn": KnnConfig, "retrieve": RetrieveConfig, "linear": LinearConfig,
@@ -194,7 +196,7 @@ def test_arguments_are_those_of_the_commands(network: Path) -> None:
     }  # fmt: skip
     config = SuiteConfig(weights=(str(network),), data="x", voc_root="y", workers=1, device="cpu")
     for part in plan(config):
-        parser = build_parser(types[part.task], prog="x", description="")
+        parser = build_parser(types[part.task])
         given = vars(parser.parse_args([*part.volatile, *part.flags]))
         assert given["device"] == "cpu"
 
