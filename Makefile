@@ -25,8 +25,8 @@ demo: setup
 	$(PY) transfer/retrieve.py
 	$(PY) transfer/semisup.py --labeled 0.01
 	$(PY) transfer/detect.py --cfg detection_configs/faster_r50.yaml
+	@echo "Made: runs/pretrain/resnet50/backbone.pt, and export/ beside it"
 	$(PY) transfer/report.py
-	@echo "Made: runs/pretrain/resnet50/backbone.pt, export/ beside it, and runs/report/report.html"
 
 test: setup
 	$(PY) -m pytest $(ARGS)
