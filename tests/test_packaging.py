@@ -95,7 +95,8 @@ def test_wheel_holds_all_packages_and_nothing_else(wheel: Path) -> None:
     wanted = {
         path
         for path in files()
-        if path.split("/")[0] in ROOMS and path.endswith((".py", ".yaml", "py.typed"))
+        if path.split("/")[0] in ROOMS
+        and path.endswith((".py", ".yaml", "py.typed", ".html.j2", ".css"))
     }
     assert names == wanted
 

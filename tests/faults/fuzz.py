@@ -274,7 +274,7 @@ def proposals(folder: Path) -> Kind:
 def results(folder: Path) -> Kind:
     """results.jsonl, read and put into the report's tables."""
     from transfer.reporting.page import render_report
-    from transfer.reporting.report import build_sections
+    from transfer.reporting.sections import build_sections
 
     def row(task: str, protocol: str, metric: str, **details: Any) -> dict[str, Any]:
         result = Result(

@@ -56,8 +56,7 @@ class _Painter:
         color = COLORS[picture.agrees] if picture.similarity is not None else QUERY
         self.draw.rectangle((x, y, x + TILE - 1, y + TILE - 1), fill=color)
         side = TILE - 2 * BORDER
-        small = min(picture.image.size) <= 64
-        how = Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
+        how = Image.Resampling.NEAREST if picture.is_small else Image.Resampling.LANCZOS
         self.sheet.paste(picture.image.resize((side, side), how), (x + BORDER, y + BORDER))
         bold = picture.similarity is None
         self.text(x, y + TILE + 3, picture.caption, size=12, width=TILE, bold=bold)

@@ -26,6 +26,11 @@ class Picture:
     similarity: float | None = None
     agrees: bool | None = None
 
+    @property
+    def is_small(self) -> bool:
+        """Whether its pixels are shown as they are."""
+        return min(self.image.size) <= 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

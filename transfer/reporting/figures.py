@@ -1,6 +1,7 @@
 """The report's figures. Imports no torch.
 
-A figure whose data is absent becomes a sentence that says so, and how to make it.
+A figure whose data is absent, or a single point, becomes a sentence that says so, and how to make
+it.
 """
 
 import json
@@ -45,7 +46,8 @@ def _draw_loss_and_knn(lines: Sequence[tuple[str, TrainingRun]]) -> Draw:
 
 def consistency(runs: Sequence[TrainingRun], *, is_demo: bool) -> Drawing:
     """Loss against kNN accuracy over epochs (paper, section 4.2)."""
-    fitting = [r for r in runs if r.points("epoch_loss") and len(r.points("knn_recomputed")) > 1]
+    series = ("epoch_loss", "knn_recomputed")
+    fitting = [run for run in runs if all(len(run.points(name)) > 1 for name in series)]
     title = "Training loss and kNN accuracy over epochs"
     slug = "consistency" + "-demo" * is_demo
     if not fitting:
@@ -114,6 +116,8 @@ def semisupervised(rows: Sequence[Result], *, is_demo: bool) -> list[Drawing]:
     drawings = []
     for number, like in enumerate(likes.values(), start=1):
         lines = curve_points(rows, like, "top5")
+        if max(map(len, lines.values()), default=0) < 2:
+            continue
 
         def draw(figure: Any, colours: Sequence[str], lines: Any = lines) -> None:
             axes = figure.subplots()
@@ -126,7 +130,7 @@ def semisupervised(rows: Sequence[Result], *, is_demo: bool) -> list[Drawing]:
         drawings.append(Drawing(f"{slug}-{number}", title, caption, images, is_demo))
     if drawings:
         return drawings
-    caption = "Not drawn: nothing was measured (python transfer/semisup.py --labeled 0.01 0.1)."
+    caption = "Not drawn: needs two fractions (python transfer/semisup.py --labeled 0.01 0.1)."
     return [Drawing(slug, title, caption, is_demo=is_demo)]
 
 
@@ -160,7 +164,7 @@ def precision_recall(files: Sequence[FolderFile], *, is_demo: bool) -> list[Draw
     groups: dict[tuple[str, ...], dict[str, Any]] = {}
     for file in sorted(files, key=lambda f: f.name):
         curves = _read_curves(file.path)
-        if curves:
+        if any(len(recall) > 1 for recall, _ in curves.values()):
             groups.setdefault(tuple(sorted(curves)), {})[file.name.removeprefix("detect/")] = curves
     drawings = []
     for number, (classes, runs) in enumerate(groups.items(), start=1):

@@ -1,6 +1,7 @@
 """run_report(config): reads rows and run folders, writes the page, Markdown, CSV and figures."""
 
 import re
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -9,28 +10,22 @@ from pathlib import Path
 from instdisc.errors import UserError
 from instdisc.runs.folders import atomic_file, git_revision, runs_root, write_text
 from instdisc.runs.results import Result, check_results, repair_results, results_file
-from transfer.reporting.drawing import Drawing
-from transfer.reporting.figures import draw_figures
-from transfer.reporting.grids import Grid
 from transfer.reporting.page import render_report
-from transfer.reporting.rows import collect
+from transfer.reporting.scorecard import Scorecard
+from transfer.reporting.sections import build_sections
 from transfer.reporting.settings import ReportConfig
-from transfer.reporting.tables import Tables
-from transfer.reporting.text import to_csv, to_markdown
+from transfer.reporting.text import card_to_csv, card_to_text, to_csv, to_markdown
 
 TITLE = "What the backbone is worth"
 NOTHING = (
-    "No result rows yet: the tables show what was published. Measure with transfer/suite.py, "
+    "No result rows yet: there is only what was published. Measure with transfer/suite.py, "
     "or one task at a time."
 )
 DEMO_ONLY = (
-    "All rows are of the demo images: they say that the code works, and nothing about the method. "
-    "They stand in a section of their own, at the end."
+    "All rows are of the demo images: they say that the code works, and nothing about the method."
 )
-DEMO_HEADING = "Demo: embedded images"
 LIST_OF_FILES = ".report-files"
 OUR_FILES = re.compile(r"report\.(html|md)|tables/[\w.-]+\.csv|figures/[\w.-]+\.png")
-Sections = dict[str, tuple[list[Grid], list[Drawing]]]
 
 
 def check_rows(path: Path) -> list[Result]:
@@ -51,25 +46,6 @@ def check_rows(path: Path) -> list[Result]:
     return rows
 
 
-def build_sections(rows: Sequence[Result], root: Path, *, figures: bool) -> Sections:
-    """Headings, and the tables and figures below them; empty ones are left out."""
-    grids = Tables(collect(rows)).build()
-    drawings = {
-        demo: draw_figures(root, rows, is_demo=demo) if figures else [] for demo in (False, True)
-    }
-    other = [g for g in grids if not g.is_demo and g.slug.startswith("other-")]
-    sections: Sections = {
-        "The paper's tables": ([g for g in grids if not g.is_demo and g not in other], []),
-        "Also measured": (other, []),
-        "Figures": ([], drawings[False]),
-    }
-    demo_grids = [grid for grid in grids if grid.is_demo]
-    shown = [drawing for drawing in drawings[True] if drawing.images]
-    if demo_grids or shown:
-        sections[DEMO_HEADING] = (demo_grids, shown)
-    return {name: parts for name, parts in sections.items() if any(parts)}
-
-
 def describe(rows: Sequence[Result], path: Path) -> list[tuple[str, str]]:
     """What the report was made from."""
     real = [row for row in rows if not row.is_demo]
@@ -84,8 +60,8 @@ def describe(rows: Sequence[Result], path: Path) -> list[tuple[str, str]]:
     return facts
 
 
-def write_report(config: ReportConfig) -> Path:
-    """Writes all files; returns the page."""
+def write_report(config: ReportConfig) -> tuple[Path, list[Scorecard]]:
+    """Writes all files; returns the page, and what it begins with."""
     path = config.results or results_file()
     rows = check_rows(path) if config.results or path.exists() else []
     root, folder = runs_root(), config.output or runs_root() / "report"
@@ -96,13 +72,16 @@ def write_report(config: ReportConfig) -> Path:
         "report.html": render_report(TITLE, facts, warning, sections).encode(),
         "report.md": to_markdown(TITLE, facts, warning, sections).encode(),
     }
-    for grids, drawings in sections.values():
-        files |= {f"tables/{grid.slug}.csv": to_csv(grid).encode() for grid in grids}
-        for drawing in drawings:
+    for section in sections:
+        for card in section.cards:
+            files[f"tables/{card.slug}.csv"] = card_to_csv(card).encode()
+        for grid in section.grids:
+            files[f"tables/{grid.slug}.csv"] = to_csv(grid).encode()
+        for drawing in section.drawings:
             if drawing.images:
                 files[f"figures/{drawing.slug}.png"] = drawing.images["light"]
     replace_files(folder, files)
-    return folder / "report.html"
+    return folder / "report.html", [card for section in sections for card in section.cards]
 
 
 def replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -135,5 +114,8 @@ def run_report(config: ReportConfig) -> int:
     if config.check:
         sys.stdout.write(f"{path}: {len(check_rows(path)):,} rows, all sound\n")
     if not (config.check or config.repair):
-        sys.stdout.write(f"report: {write_report(config)}\n")
+        page, cards = write_report(config)
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        sys.stdout.writelines(f"\n{card_to_text(card, width)}" for card in cards)
+        sys.stdout.write(f"\nreport: {page}\n" if cards else f"report: {page}\n")
     return 0

@@ -43,6 +43,9 @@ NOTED = {
     "negatives": ("per-image", "{} noise"),
     "lr": (0.03, "lr {:g}"),
 }
+# Of a pretraining, what the network that it starts from depends on, besides the seed.
+START = ("embedding_dim", "stem", "image_size")
+Facts = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +58,15 @@ class Network:
         arch: its architecture.
         kind: what of the published rows it can be compared with.
         facts: how it was pretrained, without the seed; empty where unknown.
+        names: what --weights called it, of all repetitions.
     """
 
     key: str
     label: str
     arch: str
     kind: Kind
-    facts: Mapping[str, Any] = dataclasses.field(hash=False, compare=False)
+    facts: Facts = dataclasses.field(hash=False, compare=False)
+    names: tuple[str, ...] = dataclasses.field(default=(), hash=False, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +149,15 @@ def name_data(row: Result) -> str:
     return f"{row.dataset} ({few}, {row.data_fingerprint[:8]})"
 
 
-def describe_pretraining(facts: Mapping[str, Any]) -> str:
-    """Objective, length, data, and what else is not the paper's."""
+def name_objective(facts: Facts) -> str:
+    """As a reader knows it."""
     objective = str(facts.get("objective"))
-    words = [{"nce": "NCE"}.get(objective, objective.replace("-", " "))]
+    return {"nce": "NCE"}.get(objective, objective.replace("-", " "))
+
+
+def describe_pretraining(facts: Facts) -> str:
+    """Objective, length, data, and what else is not the paper's."""
+    objective, words = facts.get("objective"), [name_objective(facts)]
     if objective in ("nce", "sampled-softmax"):
         words[0] += f" m={facts.get('num_negatives')}"
     done, planned = facts.get("epoch"), facts.get("epochs")
@@ -161,10 +171,29 @@ def describe_pretraining(facts: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def find_network(row: Result) -> tuple[Network, tuple[int, int]]:
-    """The network of a row, and which repetition the row is: seeds of network and task."""
+def find_runs(rows: Iterable[Result]) -> dict[tuple[str, str], Facts]:
+    """What is known of the pretraining of each (weights, arch)."""
+    known = ((row, row.details.get("pretraining") or {}) for row in rows)
+    return {(row.weights, row.arch): facts for row, facts in known if "objective" in facts}
+
+
+def find_network(
+    row: Result, runs: Mapping[tuple[str, str], Facts]
+) -> tuple[Network, tuple[int, int]]:
+    """The network of a row, and which repetition the row is: seeds of network and task.
+
+    Args:
+        row: the row.
+        runs: of `find_runs`: the row of `untrained:RUN` does not say with which settings RUN began.
+    """
     facts = dict(row.details.get("pretraining") or {})
     kind, _, rest = row.weights.partition(":")
+    if kind == "untrained":
+        run = runs.get((rest, row.arch), {})
+        start = {name: run[name] for name in START if name in run}
+        key = f"untrained {row.arch} {json.dumps(start, sort_keys=True) if run else rest}"
+        network = Network(key, "untrained", row.arch, "random", start)
+        return network, (int(run.get("seed") or 0), row.seed)
     if row.weights == "scratch":
         return Network(f"scratch {row.arch}", "scratch", row.arch, "random", {}), (0, row.seed)
     if kind in ("random", "data-init"):
@@ -172,9 +201,6 @@ def find_network(row: Result) -> tuple[Network, tuple[int, int]]:
         name = f"{kind}:{arch}"
         found: Kind = "random" if kind == "random" else "data-init"
         return Network(name, name, arch, found, {}), (int(seed or 0), row.seed)
-    if kind == "untrained":
-        key = f"untrained {row.arch} {rest}"
-        return Network(key, "untrained", row.arch, "random", {}), (0, row.seed)
     if kind == "supervised":
         key = f"{row.weights} {row.weights_hash}"
         return Network(key, row.weights, row.arch, "labels", {}), (0, row.seed)
@@ -195,10 +221,10 @@ def _measure(values: Iterable[float]) -> Measured:
     return Measured(statistics.fmean(numbers), std, len(numbers))
 
 
-def _check(row: Result) -> None:
+def _check(row: Result, runs: Mapping[tuple[str, str], Facts]) -> None:
     """Refuses a row whose words do not say what they should, such as `labeled=much`."""
     try:
-        find_network(row)
+        find_network(row, runs)
         split_protocol(row)
         name_data(row)
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
@@ -211,15 +237,16 @@ def _check(row: Result) -> None:
 def collect(rows: Iterable[Result]) -> list[Entry]:
     """One entry per measurement; of one repetition the latest row counts."""
     rows = list(rows)
+    runs = find_runs(rows)
     for row in rows:
-        _check(row)
+        _check(row, runs)
     # Of several image lists with the size of one benchmark, that with most rows is meant.
     lists = Counter((name_data(row), row.data_fingerprint) for row in rows)
     usual = {data: fingerprint for (data, fingerprint), _ in reversed(lists.most_common())}
     groups: dict[tuple[str, ...], tuple[Entry, dict[tuple[int, int], float]]] = {}
     names: dict[str, set[str]] = {}
     for row in rows:
-        network, repetition = find_network(row)
+        network, repetition = find_network(row, runs)
         names.setdefault(network.key, set()).add(row.weights)
         family, place = split_protocol(row)
         demo = row.is_demo or network.facts.get("dataset") == "demo"
@@ -247,8 +274,9 @@ def _with_distinct_labels(entries: list[Entry], names: Mapping[str, set[str]]) -
     found = []
     for entry in entries:
         network = entry.network
-        if len(keys[network.label, network.arch]) > 1:
-            label = f"{network.label} ({', '.join(sorted(names[network.key]))})"
-            network = dataclasses.replace(network, label=label)
+        own = tuple(sorted(names[network.key]))
+        several = len(keys[network.label, network.arch]) > 1
+        label = f"{network.label} ({', '.join(own)})" if several else network.label
+        network = dataclasses.replace(network, label=label, names=own)
         found.append(dataclasses.replace(entry, network=network))
     return found

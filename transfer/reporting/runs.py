@@ -121,5 +121,5 @@ def proximal_groups(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
         sorted(group, key=lambda r: r.config.get("proximal_weight", 0.0))
         for group in groups.values()
         if len({run.config.get("proximal_weight") for run in group}) > 1
-        and all(run.points("epoch_loss") for run in group)
+        and all(len(run.points("epoch_loss")) > 1 for run in group)
     ]

@@ -14,10 +14,12 @@ class ReportConfig(CommandConfig):
     PROG = "transfer/report.py"
     DESCRIPTION = """
     Writes the report of a runs folder: report.html (one file, works from disk),
-    report.md, a CSV for each table, and the figures. Every table has the published
-    numbers with their source, what was measured as mean ± std (n), the difference,
-    and a dash where nothing was measured. Protocols never share a column; results
-    on the embedded images have a section of their own.
+    report.md, a CSV for each table, and the figures. It begins with a scorecard,
+    which the terminal shows too: a row for each network, a column for each task,
+    and the difference to the same architecture untrained. Tables follow, with the
+    published numbers and their source beside what was measured as mean ± std (n).
+    Protocols never share a column; results on the embedded images have a scorecard
+    and a section of their own.
     """
     EPILOG = """
     examples:

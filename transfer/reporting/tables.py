@@ -129,7 +129,7 @@ class Tables:
         for entry in self.entries:
             facts = dict(entry.network.facts)
             is_knn = entry.task == "knn" and entry.family == PAPER_KNN and entry.metric == "top-1"
-            if not is_knn or setting not in facts:
+            if not is_knn or setting not in facts or entry.network.kind == "random":
                 continue
             value = facts.pop(setting)
             facts.pop("data_fingerprint", None)

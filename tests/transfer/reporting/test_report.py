@@ -94,6 +94,24 @@ def test_networks_find_their_published_rows_and_only_those() -> None:
     assert [row.kind for row in show_rows(grid)].count("difference") == 3
 
 
+def test_untrained_networks_are_random_ones_of_their_runs_settings() -> None:
+    rows = []
+    for dim in (32, 128):
+        rows.append(make_row(arch="alexnet", weights=f"d{dim}", facts={"embedding_dim": dim}))
+        rows.append(
+            make_row(
+                arch="alexnet",
+                weights=f"untrained:d{dim}",
+                value=dim / 16,
+                details={"pretraining": {}},
+            )
+        )
+    grids = build(rows)
+    assert cells(grids["table2"], "Random, alexnet", "measured")[-1] == "8.00 (n=1)"
+    ablation = next(grid for slug, grid in grids.items() if slug.startswith("table4-"))
+    assert sum(len(line.measured) for line in ablation.lines) == 2  # the trained ones
+
+
 def test_ablations_do_not_pass_for_the_method() -> None:
     rows = [make_row(facts={"embedding_dim": dim}, value=dim / 8) for dim in (32, 128)]
     rows += [make_row(facts={"train_fraction": 0.1}, value=20.0)]
@@ -266,7 +284,7 @@ def test_report_writes_page_markdown_tables_and_figures(tmp_path: Path) -> None:
     assert figures == [
         *("consistency-demo.png", "consistency.png", "precision-recall-1.png"),
         *("pretraining-demo.png", "pretraining.png", "proximal-1.png", "retrieval-demo.png"),
-        *("retrieval.png", "semisup-1.png", "semisup-demo-1.png"),
+        *("retrieval.png", "semisup-1.png"),  # the demo has one fraction: no curve
     ]
     for name in re.findall(r"\]\((figures/[^)]+)\)", text):
         assert (folder / name).exists()
@@ -339,6 +357,9 @@ def test_every_name_is_text_and_nothing_else(tmp_path: Path) -> None:
                 details={"pretraining": {}},
             )
         )
+        rows.append(
+            make_row(weights=name, arch=name, dataset=name, details={"pretraining": {}})
+        )  # on the scorecard too
         folder = tmp_path / "runs" / "pretrain" / f"$x{number} <b>"
         folder.mkdir(parents=True)
         config = {"objective": name, "data": "real", "seed": 0}
@@ -353,7 +374,8 @@ def test_every_name_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert outline.tags == {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "dl", "div"),
         *("dt", "dd", "nav", "ul", "li", "a", "section", "table", "thead", "tbody", "tr", "th"),
-        *("td", "small", "figure", "picture", "source", "img", "figcaption"),
+        *("td", "small", "figure", "picture", "source", "img", "figcaption", "details", "summary"),
+        *("span", "b"),
     }
     assert not {name for name in outline.attributes if name.startswith("on")}
     for name in NASTY:
@@ -366,7 +388,7 @@ def test_every_name_is_text_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_empty_report_says_so() -> None:
-    page = render_report("T", [], "nothing", {})
+    page = render_report("T", [], "nothing", [])
     assert '<p class="warning">nothing</p>' in page
 
 
@@ -375,7 +397,9 @@ def test_an_empty_report_says_so() -> None:
 CHECK = """<script>addEventListener("load", () => {
   const pictures = [...document.images].map(i => [i.complete, i.naturalWidth, i.clientWidth]);
   const boxes = [...document.querySelectorAll("table")].map(t => t.parentElement.clientWidth);
-  parent.postMessage({pictures, boxes, width: document.documentElement.scrollWidth}, "*");
+  const {top, bottom} = document.querySelector("table").getBoundingClientRect();
+  const width = document.documentElement.scrollWidth;
+  parent.postMessage({pictures, boxes, width, top, bottom}, "*");
 });</script></body>"""
 FRAME = """<!DOCTYPE html><script>addEventListener("message", event =>
   document.documentElement.setAttribute("data-check", JSON.stringify(event.data)));
@@ -393,7 +417,7 @@ def test_browser_shows_the_report_without_complaint(
     document, log = dump(file)
     assert "CONSOLE" not in log
     pictures = document.count("<img ")
-    assert pictures == 10
+    assert pictures == 9
     # The page forbids scripts, this one included; the copy that is examined does not.
     page = file.read_text("utf-8").replace("</body>", CHECK)
     checked, changed = re.subn(r"<meta http-equiv[^>]*>", "", page)
@@ -411,6 +435,23 @@ def test_browser_shows_the_report_without_complaint(
         assert all(complete and natural > 0 for complete, natural, _ in check["pictures"])
         assert check["width"] == width  # wide tables scroll in their boxes
         assert max(check["boxes"]) <= width
+        assert check["top"] < 700  # the scorecard
+
+
+@pytest.mark.slow
+def test_browser_shows_the_demo_scorecard_at_once(
+    tmp_path: Path, dump: Callable[[Path], tuple[str, str]]
+) -> None:
+    append_results(DATA.demo_rows())
+    assert main(["--no-figures"]) == 0
+    page = (tmp_path / "runs" / "report" / "report.html").read_text("utf-8")
+    page = re.sub(r"<meta http-equiv[^>]*>", "", page.replace("</body>", CHECK))
+    (tmp_path / "checked.html").write_text(page, "utf-8")
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(width=1280))
+    found = re.search(r'data-check="([^"]*)"', dump(frame)[0])
+    assert found is not None
+    assert json.loads(html.unescape(found.group(1)))["bottom"] < 700
 
 
 def test_rows_of_a_real_task_reach_the_report(tiny_network: Path, image_tree: Path) -> None:
