@@ -30,8 +30,8 @@ def build_problem(n: int, args: argparse.Namespace) -> Problem:
     """A bank of unit rows, features, the images they are of, and a step's noise."""
     import torch
 
-    from pretrain.memory_bank import initial_rows
-    from pretrain.negatives import draw_noise
+    from pretrain.bank import initial_rows
+    from pretrain.objectives import draw_noise
 
     noise = {"seed": 0, "step": 0}
     return {

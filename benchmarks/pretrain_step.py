@@ -23,8 +23,8 @@ from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import pretrain_transform
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist
+from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig
-from pretrain.memory_bank import MemoryBank
 from pretrain.session import Session
 from pretrain.trainer import Trainer
 

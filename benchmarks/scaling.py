@@ -26,8 +26,8 @@ from torch import Tensor
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist
 from pretrain import objectives
-from pretrain.memory_bank import MemoryBank, initial_rows
-from pretrain.negatives import draw_noise
+from pretrain.bank import MemoryBank, initial_rows
+from pretrain.objectives import draw_noise
 from pretrain.sharded_bank import ShardedBank
 
 TAU = 0.07

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from instdisc.training.seed import generator
 from pretrain import objectives
+from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig, parse_normalizer
-from pretrain.memory_bank import MemoryBank
-from pretrain.negatives import draw_noise
+from pretrain.objectives import draw_noise
 
 Reduce = Callable[[Tensor], Tensor]
 

@@ -5,7 +5,7 @@ import sys
 from instdisc.cli import command
 from pretrain.config import PretrainConfig
 
-main = command(PretrainConfig, "pretrain.pipeline:pretrain")
+main = command(PretrainConfig, "pretrain.trainer:pretrain")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,6 @@ from instdisc.images.sets import (
 )
 from instdisc.images.transforms import InputSpec
 from instdisc.networks.backbones import Embedding, build_untrained, num_parameters
-from instdisc.networks.data_init import sample_pixels, whiten_projection
 from instdisc.runs.checkpoint import load_checkpoint, load_last
 from instdisc.runs.folders import provenance, runs_root, write_json
 from instdisc.runs.locks import empty_folder
@@ -36,7 +35,6 @@ DEMO_BANNER = boxed(
     "project. Its numbers say that the code works, and nothing about the method. Name real data "
     "with --data DIR or INSTDISC_DATA."
 )
-NUM_WHITENED = 512  # images that --projection-init whitened looks at
 # Pixel statistics of the archives of small images; everything else uses ImageNet's.
 STATISTICS = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
@@ -131,12 +129,7 @@ class Session:
 
     def build_model(self) -> Embedding:
         """The network at its random initialisation, the same on every process."""
-        config = self.config
-        model = build_untrained(to_dict(config))
-        if config.projection_init == "whitened":
-            pixels = sample_pixels(self.train, self.spec, count=NUM_WHITENED, seed=config.seed)
-            whiten_projection(model, pixels, batch_size=config.batch_size)
-        return model
+        return build_untrained(to_dict(self.config))
 
     def find_checkpoint(self) -> dict[str, Any] | None:
         """The state to go on from, checked to belong to this run; None for a fresh start."""

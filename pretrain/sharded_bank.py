@@ -19,7 +19,7 @@ from torch import Tensor
 
 from instdisc.training import dist
 from pretrain import objectives
-from pretrain.memory_bank import CHUNK_ROWS, MemoryBank, blend_rows, initial_rows
+from pretrain.bank import CHUNK_ROWS, MemoryBank, blend_rows, initial_rows
 
 
 def rows_of_rank(num_images: int, rank: int, world_size: int) -> range:

@@ -8,6 +8,7 @@ many threads.
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from instdisc.images.transforms import pretrain_transform
 from instdisc.networks.backbones import Embedding, backbone_payload
 from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.runs.folders import provenance
+from instdisc.runs.locks import lock_folder
+from instdisc.runs.log import LOGGER, setup_logging
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
 from instdisc.training.amp import autocast, build_scaler, check_amp
@@ -28,11 +31,11 @@ from instdisc.training.schedules import step_decay
 from instdisc.training.seed import seed_global
 from instdisc.training.small_maps import use_small_map_gradients
 from instdisc.training.timing import StepClock
+from pretrain.bank import build_bank
 from pretrain.config import PretrainConfig
 from pretrain.criterion import Criterion
 from pretrain.journal import Journal
 from pretrain.nan_guard import NanGuard
-from pretrain.placement import build_bank
 from pretrain.session import Session
 
 
@@ -298,3 +301,34 @@ def save_backbone(session: Session, model: Embedding, epoch: float) -> None:
         "pretraining": pretraining,
     }
     save_checkpoint(session.output / "backbone.pt", "backbone", payload)
+
+
+def pretrain(config: PretrainConfig) -> Path:
+    """Trains, or goes on training, and returns the backbone's file."""
+    process = dist.init_process(config.device)
+    setup_logging(None, is_main=process.is_main)
+    session = Session(config, process)
+    backbone = session.output / "backbone.pt"
+    try:
+        with lock_folder(session.output) if process.is_main else contextlib.nullcontext():
+            _train(session)
+        return backbone
+    finally:
+        dist.close()
+
+
+def _train(session: Session) -> None:
+    config = session.config
+    checkpoint = session.find_checkpoint()
+    trainer = Trainer(session)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    if trainer.step >= trainer.num_steps:
+        LOGGER.info(f"{session.output} is finished ({config.epochs} epochs): nothing to do")
+        return
+    session.open_folder()
+    LOGGER.info(session.describe(trainer.model))
+    if trainer.step:
+        LOGGER.info(f"going on after step {trainer.step} of {trainer.num_steps}")
+    trainer.train()
+    LOGGER.info(f"done: {session.output / 'backbone.pt'}")

@@ -37,7 +37,6 @@ AUTHORS = {
     "flip": True,
     "stem": "imagenet",
     "negatives": "per-image",
-    "projection_init": "random",
 }
 AUTHORS_CIFAR = {
     "stem": "small",

@@ -9,7 +9,6 @@ Where batch norm follows a layer, its statistics take up the mean of a layer tha
 the scale that balancing gives to the layer: the norm's output keeps unit variance.
 """
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -156,31 +155,6 @@ def initialize(model: Embedding, pixels: Tensor, seed: int = 0) -> Embedding:
     rates = learning_rates(chain, units, pixels[:NUM_FOR_RATES], seed)
     balance_layers(units, rates)
     return model
-
-
-@torch.no_grad()
-def whiten_projection(model: Embedding, pixels: Tensor, *, batch_size: int) -> None:
-    """Makes the projection's outputs uncorrelated over some images, and keeps its weights' norm.
-
-    The features of a deep untrained network are nearly parallel, and so are their projections: all
-    images start as one point. Taking out the mean and equalising the directions sets them apart.
-
-    Args:
-        model: its projection is changed in place, nothing else.
-        pixels: `(N, 3, H, W)`, N well above the embedding's size.
-        batch_size: images at a time; batch norm uses their statistics, as training will.
-    """
-    projection = model.projection
-    twin = copy.deepcopy(model.backbone).train()  # the model's own running statistics stay
-    features = torch.cat([twin(part) for part in pixels.split(batch_size)]).double()
-    weight = projection.weight.double()
-    outputs = (features - features.mean(dim=0)) @ weight.T
-    values, directions = torch.linalg.eigh(outputs.T @ outputs / len(outputs))
-    scales = values.clamp_min(1e-6 * float(values[-1])).rsqrt()
-    whitened = (directions * scales) @ directions.T @ weight
-    whitened *= weight.norm() / whitened.norm()
-    projection.weight.copy_(whitened)
-    projection.bias.copy_(-features.mean(dim=0) @ whitened.T)
 
 
 def sample_pixels(images: ImageSet, spec: InputSpec, *, count: int, seed: int) -> Tensor:

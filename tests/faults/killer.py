@@ -120,7 +120,7 @@ def losses_of(file: Path) -> list[Any]:
 def pretraining(root: Path) -> Task:
     """Twelve steps, each saved."""
     from pretrain.config import PretrainConfig
-    from pretrain.pipeline import pretrain
+    from pretrain.trainer import pretrain
 
     data = write_images(root / "images")
     values = {

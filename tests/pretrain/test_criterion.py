@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from pretrain import objectives
+from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig
 from pretrain.criterion import Criterion, Normalizer, initial_ratio
-from pretrain.memory_bank import MemoryBank
-from pretrain.negatives import draw_noise
+from pretrain.objectives import draw_noise
 
 N, D, B, M = 60, 8, 6, 12
 

@@ -27,8 +27,8 @@ from torch import nn
 from instdisc.networks import backbones
 from instdisc.cli import from_dict
 from pretrain.config import PretrainConfig
-from pretrain.memory_bank import MemoryBank
-from pretrain.pipeline import pretrain
+from pretrain.bank import MemoryBank
+from pretrain.trainer import pretrain
 
 def tiny(stem, batch_norm):
     def stage(width, stride):

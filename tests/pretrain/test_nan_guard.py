@@ -12,8 +12,7 @@ from instdisc.cli import parse
 from instdisc.errors import UserError
 from instdisc.runs.checkpoint import load_checkpoint
 from pretrain.config import PretrainConfig, parse_on_nan
-from pretrain.pipeline import pretrain
-from pretrain.trainer import Trainer
+from pretrain.trainer import Trainer, pretrain
 
 
 def config(data: Path, output: Path, **changes: Any) -> PretrainConfig:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pretrain.negatives import draw_noise
+from pretrain.objectives import draw_noise
 
 
 @pytest.mark.parametrize("n", [2, 7, 1000, 1_281_167])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pretrain import objectives
-from pretrain.negatives import draw_noise
+from pretrain.objectives import draw_noise
 
 
 def unit_rows(n: int, dim: int, seed: int) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig
 from pretrain.criterion import Criterion
-from pretrain.memory_bank import MemoryBank
 from pretrain.sharded_bank import ShardedBank, rows_of_rank
 
 # Processes that start torch take seconds each.
@@ -37,7 +37,7 @@ import json, sys, torch
 from instdisc.training import dist
 from pretrain.config import PretrainConfig
 from pretrain.criterion import Criterion
-from pretrain.placement import build_bank
+from pretrain.bank import build_bank
 
 job = json.loads(sys.argv[1])
 process = dist.init_process("cpu")

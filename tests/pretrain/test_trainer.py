@@ -17,10 +17,9 @@ from instdisc.errors import Interrupted, UserError
 from instdisc.networks.weights import load_backbone
 from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
 from instdisc.runs.folders import read_jsonl
+from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig
-from pretrain.memory_bank import MemoryBank
-from pretrain.pipeline import pretrain
-from pretrain.trainer import Trainer
+from pretrain.trainer import Trainer, pretrain
 
 
 def config(data: Path, output: Path, **changes: Any) -> PretrainConfig:
@@ -78,7 +77,7 @@ KILLED_AT = """
 import json, os, signal, sys
 from instdisc.cli import from_dict
 from pretrain.config import PretrainConfig
-from pretrain.pipeline import pretrain
+from pretrain.trainer import pretrain
 from pretrain.trainer import Trainer
 
 inner = Trainer.train_step

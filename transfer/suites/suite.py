@@ -155,7 +155,7 @@ def _make_detection(network: NetworkName, config: SuiteConfig) -> Part:
 
 
 def plan(config: SuiteConfig) -> list[Part]:
-    """All parts, task by task: what is cheap is known of all networks before what is dear."""
+    """All parts, task by task: cheapest task first."""
     networks = [find_network(name) for name in config.weights or (None,)]
     return [
         make_part(task, network, config) for task in config.chosen_tasks for network in networks

@@ -17,7 +17,7 @@ from instdisc.networks.weights import open_weights
 from instdisc.runs.checkpoint import save_checkpoint, weights_hash
 from instdisc.training.seed import seeded
 from pretrain.config import PretrainConfig
-from pretrain.pipeline import pretrain
+from pretrain.trainer import pretrain
 
 
 def save(path: Path, seed: int, *, projection: bool = True) -> Embedding:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pretrain import memory_bank
-from pretrain.memory_bank import MemoryBank, initial_rows, row_chunks
+from pretrain.bank import MemoryBank, initial_rows, row_chunks
 
 
 def bank(momentum: float = 0.0) -> MemoryBank:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.training import dist
+from instdisc.training.dist import Process
 from instdisc.training.seed import generator
 from pretrain import objectives
+from pretrain.config import PretrainConfig
 
 CHUNK_ROWS = 1 << 16  # rows at a time wherever all of them are gone through
 
@@ -129,3 +131,28 @@ class MemoryBank(nn.Module):
         """Proves that every process holds the same rows."""
         sums = dist.all_gather_rows(torch.tensor([self.checksum()], device=device))
         assert bool((sums == sums[0]).all()), f"the banks differ between processes: {sums.tolist()}"
+
+
+def build_bank(config: PretrainConfig, num_images: int, process: Process) -> MemoryBank:
+    """The bank of a run, at its random start."""
+    size = (num_images, config.embedding_dim)
+    dtype = torch.float16 if config.bank_dtype == "float16" else torch.float32
+    if config.bank_placement == "sharded":
+        from pretrain.sharded_bank import (
+            ShardedBank,  # which is a MemoryBank, made from this module
+        )
+
+        return ShardedBank(
+            *size,
+            momentum=config.bank_momentum,
+            seed=config.seed,
+            dtype=dtype,
+            rank=process.rank,
+            world_size=process.world_size,
+        ).to(process.device)
+    bank = MemoryBank(*size, momentum=config.bank_momentum, seed=config.seed, dtype=dtype)
+    if config.bank_placement == "replicated":
+        return bank.to(process.device)
+    if process.device.type == "cuda":
+        bank.vectors = bank.vectors.pin_memory()  # copies to the GPU need not wait for the host
+    return bank
