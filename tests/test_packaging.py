@@ -160,7 +160,7 @@ def test_detectron2_is_one_wheel_with_one_hash() -> None:
 
 def test_makefile_is_short_and_has_the_commands() -> None:
     text = (REPO / "Makefile").read_text("utf-8")
-    assert len(text.splitlines()) < 50
+    assert len(text.splitlines()) < 60
     assert {"demo", "test", "check", "bench", "setup"} <= set(re.findall(r"^(\w+):", text, re.M))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain import memory_bank
+from pretrain import bank as bank_module
 from pretrain.bank import MemoryBank, initial_rows, row_chunks
 
 
@@ -45,7 +45,7 @@ def test_the_checksum_sees_one_bit_and_an_exchange_of_rows() -> None:
 
 @pytest.mark.parametrize("n", [1, 15, 16, 31, 32, 33, 47, 48, 100])
 def test_chunks_cover_every_row_once(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    monkeypatch.setattr(memory_bank, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(bank_module, "CHUNK_ROWS", 16)
     chunks = list(row_chunks(n))
     assert [i for chunk in chunks for i in chunk] == list(range(n))
     assert all(16 <= len(chunk) < 32 for chunk in chunks) or n < 16
@@ -57,9 +57,9 @@ def test_the_first_rows_do_not_depend_on_how_they_are_drawn(
     monkeypatch: pytest.MonkeyPatch, n: int, dim: int
 ) -> None:
     """Whole, in chunks, or a part of them: bit for bit one torch.randn over all images."""
-    drawn = torch.randn(n, dim, generator=memory_bank.generator(4, "bank"))
+    drawn = torch.randn(n, dim, generator=bank_module.generator(4, "bank"))
     whole = torch.nn.functional.normalize(drawn, dim=1)
-    monkeypatch.setattr(memory_bank, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(bank_module, "CHUNK_ROWS", 16)
     assert torch.equal(initial_rows(n, dim, seed=4, rows=range(n)), whole)
     assert torch.equal(initial_rows(n, dim, seed=4, rows=range(2, n - 1)), whole[2 : n - 1])
 
