@@ -27,9 +27,9 @@ from instdisc.runs.log import LOGGER, setup_logging
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
 from instdisc.training.amp import autocast, build_scaler, check_amp
+from instdisc.training.cpu import prepare_cpu
 from instdisc.training.schedules import step_decay
 from instdisc.training.seed import seed_global
-from instdisc.training.small_maps import use_small_map_gradients
 from instdisc.training.timing import StepClock
 from pretrain.bank import build_bank
 from pretrain.config import PretrainConfig
@@ -49,7 +49,7 @@ class Trainer:
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.layout = layout
         self.model = session.build_model().to(process.device).to(memory_format=layout)
-        use_small_map_gradients(self.model, process.device)
+        prepare_cpu(self.model, process.device)
         check_amp(self.model, config.image_size, process.device, config.amp)
         self.bank = build_bank(config, n, process)
         self.criterion = Criterion(config, n).to(process.device)

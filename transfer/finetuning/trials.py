@@ -24,9 +24,9 @@ from instdisc.runs.log import LOGGER
 from instdisc.runs.results import config_hash
 from instdisc.training import dist
 from instdisc.training.amp import check_amp
+from instdisc.training.cpu import prepare_cpu
 from instdisc.training.dist import Process
 from instdisc.training.seed import seeded
-from instdisc.training.small_maps import use_small_map_gradients
 from transfer.finetuning.predictions import accuracy, predict
 from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
@@ -179,7 +179,7 @@ def run_trial(
     """
     spec, settings = trial.start.spec, loop_settings(config, trial)
     model = Classifier(trial.start.build(trial.seed), len(train.classes), trial.seed)
-    use_small_map_gradients(model, process.device)
+    prepare_cpu(model, process.device)
     check_amp(model, spec.size, process.device, config.amp)
     initial = weights_hash(model.backbone.state_dict())
     parts = repr((trial.head_lr_scale, config.weight_decay, spec, initial))

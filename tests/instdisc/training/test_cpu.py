@@ -1,15 +1,17 @@
-"""Convolutions over a few pixels: the gradients are those of nn.Conv2d."""
+"""Training on a CPU: gradients over a few pixels are those of nn.Conv2d; freed memory is kept."""
 
 import copy
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
 from instdisc.networks.backbones import build_backbone
-from instdisc.training.small_maps import SmallMapConv2d, use_small_map_gradients
+from instdisc.training.cpu import SmallMapConv2d, prepare_cpu, use_small_map_gradients
 
-CPU = torch.device("cpu")
 LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
@@ -33,7 +35,7 @@ def test_values_and_gradients_are_the_usual_ones(
     torch.manual_seed(0)
     usual = nn.Conv2d(6, 10, kernel, stride, kernel // 2, bias=False).double()
     ours = copy.deepcopy(usual)
-    use_small_map_gradients(ours, CPU)
+    use_small_map_gradients(ours)
     assert isinstance(ours, SmallMapConv2d)
     inputs = torch.randn(4, 6, size, size, dtype=torch.float64).to(memory_format=layout)
     for one, two in zip(gradients(usual, inputs), gradients(ours, inputs), strict=True):
@@ -44,7 +46,7 @@ def test_a_network_keeps_its_names_weights_and_outputs() -> None:
     torch.manual_seed(0)
     usual = build_backbone("resnet50").eval()
     ours = copy.deepcopy(usual)
-    use_small_map_gradients(ours, CPU)
+    use_small_map_gradients(ours)
     assert any(isinstance(module, SmallMapConv2d) for module in ours.modules())
     assert usual.state_dict().keys() == ours.state_dict().keys()
     images = torch.randn(2, 3, 32, 32)
@@ -64,11 +66,38 @@ def test_a_network_keeps_its_names_weights_and_outputs() -> None:
     ids=["bias", "groups", "dilation", "no padding", "1x1", "reflect"],
 )
 def test_other_convolutions_are_left_alone(conv: nn.Conv2d) -> None:
-    use_small_map_gradients(conv, CPU)
+    use_small_map_gradients(conv)
     assert type(conv) is nn.Conv2d
 
 
 def test_a_gpu_is_left_alone() -> None:
     conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-    use_small_map_gradients(conv, torch.device("cuda"))
+    prepare_cpu(conv, torch.device("cuda"))
     assert type(conv) is nn.Conv2d
+
+
+FAULTS = """
+import resource, sys, torch
+from instdisc.training.cpu import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(16 << 18)  # 16 MB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first = faults()
+keep_memory()
+torch.ones(16 << 18)
+print(first, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_memory_is_taken_again_without_page_faults() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert before > 1000  # four thousand pages each time, unless they are huge ones
+    assert after < before / 10
