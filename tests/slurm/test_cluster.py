@@ -28,8 +28,8 @@ PRETRAIN = shlex.split(
     "--no-tensorboard --monitor-every 0 --image-size 64"
 )
 SEMISUP = shlex.split(
-    "--data demo --labeled 0.1 --batch-size 16 --epochs 2 --log-every 1 --keep-checkpoint "
-    "--workers 1"
+    "--data demo --init pretrained --labeled 0.1 --batch-size 16 --epochs 2 --log-every 1 "
+    "--keep-checkpoint --workers 1"
 )
 
 

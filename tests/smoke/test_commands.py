@@ -44,6 +44,7 @@ def test_the_first_command_verbatim_then_export(home: Path, repo: Path) -> None:
     for name in WRITTEN:
         assert (folder / name).stat().st_size > 0, name
     assert json.loads((folder / "config.json").read_text())["data"] == "demo"
+    assert re.search(r"recomputed \d+\.\d+% \(untrained \d+\.\d+\)", said)
     again = run(home, repo, "python pretrain/run.py --arch resnet50")
     assert "nothing to do" in again
     said = run(home, repo, "python pretrain/export.py")
@@ -57,6 +58,7 @@ def test_the_second_command_verbatim(home: Path, repo: Path) -> None:
     assert "DEMO DATA" in said
     rows = results(home, "semisup")
     assert {row["metric"] for row in rows} >= {"top1", "top5"}
+    assert {row["weights"] for row in rows} == {"resnet50", "scratch"}
     assert {row["dataset"] for row in rows} == {"demo"}
 
 
@@ -67,6 +69,7 @@ def test_the_third_command_verbatim(home: Path, repo: Path) -> None:
     assert count is not None
     assert count[1] == count[2]
     assert re.search(r"mAP \d+\.\d+ \(demo\)", said)
+    assert "from scratch: not measured yet" in said
     rows = results(home, "detect")
     assert {row["dataset"] for row in rows} == {"demo"}
     assert 0 <= rows[0]["value"] <= 100
