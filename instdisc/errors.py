@@ -8,7 +8,7 @@ EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
 
 
 class UserError(ValueError):
-    """Something the user can mend; the message says how, the command exits with code 2."""
+    """An error with a fix, which the message names; the command exits with code 2."""
 
 
 class Interrupted(Exception):

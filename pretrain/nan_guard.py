@@ -45,7 +45,7 @@ class NanGuard:
             UserError: it may not, and no more batches may be left out.
         """
         value = loss.item()
-        if not dist.broadcast_flag(not math.isfinite(value), loss.device):
+        if not dist.any_rank(not math.isfinite(value), loss.device):
             return True
         session = self.session
         names = [session.train.name(int(i)) for part in indices for i in part]

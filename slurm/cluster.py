@@ -25,7 +25,8 @@ from instdisc.runs.folders import write_json
 from slurm.jobs import Job, is_alive, load_job, prepare_folder, save_job, write_submission
 from slurm.resources import Resources, check_text
 
-# How a graph of jobs becomes job arrays: few submissions, and no element waits for a stranger.
+# How a graph of jobs becomes job arrays: few submissions, and each element depends on its own
+# parents only.
 
 Place = tuple[int, int]  # number of the array in the plan, number of the element in it
 

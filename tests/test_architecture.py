@@ -1,4 +1,4 @@
-"""House rules, kept by reading the source: nothing of the project is imported here.
+"""Architecture rules, kept by reading the source: nothing of the project is imported here.
 
 A rule takes a tree, `{path: text}`, and yields one `path:line: what` for each breach. So it can be
 tried on a snippet as well as on the checkout: its examples show what it catches and lets pass.
@@ -157,14 +157,14 @@ def detectron2_and_submitit_stay_in_their_rooms(tree: Tree) -> Iterator[str]:
     Detectron2 itself. They are imported inside functions, so that other targets do without it.
     """
     export = "instdisc/export/detectron2_"
-    rooms = {"detectron2": ("transfer/detection/", export), "submitit": ("slurm/",)}
+    places = {"detectron2": ("transfer/detection/", export), "submitit": ("slurm/",)}
     for path, text in python_files(tree, *MAY_IMPORT):
         for each in imports(text):
-            room = rooms.get(each.name.split(".")[0])
+            place = places.get(each.name.split(".")[0])
             if each.name.startswith(export.replace("/", ".")) and not each.lazy:
-                room = rooms["detectron2"]
-            if room and not path.startswith(room):
-                yield f"{path}:{each.line}: {each.name} may be imported under {room[0]} only"
+                place = places["detectron2"]
+            if place and not path.startswith(place):
+                yield f"{path}:{each.line}: {each.name} may be imported under {place[0]} only"
 
 
 @cache

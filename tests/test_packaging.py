@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[1]
 PYPROJECT: dict[str, Any] = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
-ROOMS = sorted({name.split(".")[0] for name in PACKAGES})
+FOLDERS = sorted({name.split(".")[0] for name in PACKAGES})
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
@@ -43,12 +43,12 @@ def pins(name: str) -> dict[str, str]:
 
 
 def scripts() -> list[str]:
-    """The files that are run as `python room/script.py`; pretrain/run.py must be one."""
+    """The files that are run as `python folder/script.py`; pretrain/run.py must be one."""
     guarded = [
         path
         for path in files()
         if path.endswith(".py")
-        and path.split("/")[0] in ROOMS
+        and path.split("/")[0] in FOLDERS
         and re.search(r"^if __name__ == .__main__.", (REPO / path).read_text("utf-8"), re.MULTILINE)
     ]
     return sorted({*guarded, "pretrain/run.py"})
@@ -85,7 +85,7 @@ def test_every_module_lies_in_a_listed_package() -> None:
     folders = {
         str(Path(path).parent).replace("/", ".")
         for path in files()
-        if path.endswith(".py") and path.split("/")[0] in ROOMS
+        if path.endswith(".py") and path.split("/")[0] in FOLDERS
     }
     assert folders <= set(PACKAGES), "a folder of modules needs an __init__.py and a line"
 
@@ -95,7 +95,7 @@ def test_wheel_holds_all_packages_and_nothing_else(wheel: Path) -> None:
     wanted = {
         path
         for path in files()
-        if path.split("/")[0] in ROOMS
+        if path.split("/")[0] in FOLDERS
         and path.endswith((".py", ".yaml", "py.typed", ".html.j2", ".css"))
     }
     assert names == wanted

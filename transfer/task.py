@@ -25,7 +25,7 @@ from instdisc.runs.results import Result, append_results, config_hash
 from instdisc.training import dist
 from instdisc.training.dist import Process, init_process
 from transfer.config import TransferConfig
-from transfer.suites.settings import NOT_DECISIVE
+from transfer.suites.settings import FIELDS_WITHOUT_EFFECT
 
 # Commands that keep what is half done in their folder, and must have it to themselves.
 EXCLUSIVE = ("semisup", "linear")
@@ -176,7 +176,7 @@ def pretraining_facts(pretraining: Mapping[str, Any]) -> dict[str, Any]:
     Rows that agree in all of it but the seed are repetitions of one measurement.
     """
     settings = pretraining.get("config") or {}
-    facts = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
+    facts = {name: value for name, value in settings.items() if name not in FIELDS_WITHOUT_EFFECT}
     for name in ("dataset", "data_fingerprint", "epoch", "imported_from", "sha256"):
         if name in pretraining:
             facts[name] = pretraining[name]

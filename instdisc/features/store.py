@@ -156,7 +156,7 @@ class FeatureStore:
         num_computed = 0
         with self._lock(folder):
             missing = self.process.is_main and not self._is_complete(folder, len(images))
-            if dist.broadcast_flag(missing, self.process.device):
+            if dist.any_rank(missing, self.process.device):
                 filler = TableFiller(
                     extractor,
                     images,

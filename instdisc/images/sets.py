@@ -134,7 +134,9 @@ def _list_class(root: Path, folder: str) -> list[tuple[bytes, int]]:
     seen: set[str] = set()
 
     def refuse(error: OSError) -> None:  # os.walk would pass over the folder in silence
-        raise UserError(f"{error.filename} cannot be listed ({error.strerror}): mend or remove it")
+        raise UserError(
+            f"{error.filename} cannot be listed ({error.strerror}): make it readable, or remove it"
+        )
 
     for parent, folders, files in os.walk(root / folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(parent)

@@ -262,7 +262,7 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 
-class Everywhere(Protocol):
+class ParallelMap(Protocol):
     """Call a function with one argument after another, perhaps in threads."""
 
     def __call__(
@@ -321,7 +321,7 @@ def plan_search(
 def search_group(
     queries: Tensor,
     bank: Tensor,
-    everywhere: Everywhere,
+    everywhere: ParallelMap,
     *,
     num_neighbors: int,
     num_searches: int,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from instdisc.errors import UserError
 from instdisc.neighbors.fixed_point import KEY_ROWS, from_keys, longest_row, to_keys
-from instdisc.neighbors.search import Everywhere, plan_search, search_group
+from instdisc.neighbors.search import ParallelMap, plan_search, search_group
 
 DEFAULT_BUDGET_BYTES = 192 << 20
 # What a thread of its own is worth having for: bank rows, and memory besides 1 KB a neighbour.
@@ -92,7 +92,7 @@ def top_k(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[Everywhere]:
+def _threads(count: int) -> Iterator[ParallelMap]:
     """Yield what runs calls in so many threads, torch's threads shared out among them."""
     if count == 1:
         yield lambda function, arguments: list(map(function, arguments))

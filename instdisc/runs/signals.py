@@ -40,7 +40,7 @@ class StopSignal:
 
 
 def leave_signals_to_parent(worker: int = 0) -> None:
-    """Makes a loader process deaf to the signals that a scheduler sends to every process of a job.
+    """Makes a loader process ignore the signals that a scheduler sends to all processes of a job.
 
     The training process hears them too, and needs its loaders until the step is done.
     """
@@ -51,7 +51,7 @@ def leave_signals_to_parent(worker: int = 0) -> None:
 def kill_loaders() -> None:
     """Ends the loader processes that are left when the training process exits: after an error.
 
-    Python would send them SIGTERM, to which they are deaf, and then wait for them forever.
+    Python would send them SIGTERM, which they ignore, and then wait for them forever.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would complain of their end
     for child in multiprocessing.active_children():

@@ -91,7 +91,7 @@ def all_reduce_sum(value: Tensor) -> Tensor:
     return total
 
 
-def broadcast_flag(flag: bool, device: torch.device) -> bool:
+def any_rank(flag: bool, device: torch.device) -> bool:
     """True everywhere if it is true anywhere; for decisions that all processes must share."""
     if world_size() == 1:
         return flag

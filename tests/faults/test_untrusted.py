@@ -1,4 +1,4 @@
-"""Files from strangers run nothing and fetch nothing."""
+"""Untrusted files run nothing and fetch nothing."""
 
 from pathlib import Path
 

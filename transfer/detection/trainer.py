@@ -152,7 +152,7 @@ class _SaveOrStop(HookBase):
         iteration = self.trainer.iter
         done = iteration + 1
         # One process may be told to stop and the others not: they must leave the same step.
-        stop = dist.broadcast_flag(self.stop.raised, self.device)
+        stop = dist.any_rank(self.stop.raised, self.device)
         last = done >= self.trainer.max_iter
         if last:
             self.checkpointer.save("model_final", iteration=iteration)

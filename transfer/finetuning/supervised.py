@@ -132,7 +132,7 @@ class SupervisedTrainer:
     def restore(self) -> None:
         """Goes on from last.pt, if there is one; from the one before it, if it is damaged."""
         state = load_last(self.last_checkpoint, "train", rename=self.process.is_main)
-        if not dist.broadcast_flag(state is not None, self.process.device):
+        if not dist.any_rank(state is not None, self.process.device):
             return
         if state is None:
             raise UserError(f"{self.last_checkpoint} is not seen by all processes: share its disk")

@@ -189,7 +189,7 @@ def run_trial(
     if config.overwrite and process.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    if dist.broadcast_flag((folder / "result.json").exists(), process.device):
+    if dist.any_rank((folder / "result.json").exists(), process.device):
         LOGGER.info(f"{folder.name}: measured before (--overwrite measures again)")
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if process.is_main:

@@ -17,7 +17,7 @@ from instdisc.images.transforms import eval_transform, finetune_transform
 from instdisc.names import STAGES, Precision
 from instdisc.runs.folders import runs_root
 from instdisc.runs.log import LOGGER
-from instdisc.training.dist import broadcast_flag
+from instdisc.training.dist import any_rank
 from transfer.probing.pooled import StageFeatures, pooled_extractor
 from transfer.probing.settings import LinearConfig
 from transfer.probing.svm import Probes, ProbesOn
@@ -152,7 +152,7 @@ def build_source(
     room = shutil.disk_usage(root).free / 1e9
     fits = size < config.cache_gb and size < 0.9 * room
     # All processes must take the same way, and they may see different disks.
-    if not broadcast_flag(not fits, task.process.device):
+    if not any_rank(not fits, task.process.device):
         return StoredSource(task, config, features)
     reason = (
         f"{size:,.1f} GB of pooled features ({room:,.0f} GB free, --cache-gb {config.cache_gb:g})"

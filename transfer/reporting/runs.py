@@ -10,7 +10,7 @@ from typing import Any
 from instdisc.errors import UserError
 from instdisc.runs.folders import read_jsonl
 from instdisc.runs.results import Result
-from transfer.suites.settings import NOT_DECISIVE
+from transfer.suites.settings import FIELDS_WITHOUT_EFFECT
 
 SKIPPED = {"features", "demo-data", "report", "tensorboard", "export", "pictures", "inference"}
 
@@ -112,7 +112,7 @@ def proximal_groups(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
     """Runs that differ in the weight of the proximal term only, with and without it."""
     groups: dict[str, list[TrainingRun]] = {}
     # A longer run with the term still shows it beside a shorter one without.
-    ignored = {*NOT_DECISIVE, "epochs", "proximal_weight"} - {"data"}
+    ignored = {*FIELDS_WITHOUT_EFFECT, "epochs", "proximal_weight"} - {"data"}
     for run in runs:
         kept = {k: v for k, v in run.config.items() if k not in ignored}
         key = json.dumps([kept, run.is_demo], sort_keys=True)

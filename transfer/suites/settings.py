@@ -12,7 +12,7 @@ TaskName = Literal["all", "knn", "retrieve", "linear", "semisup", "detect"]
 # Cheap ones first; knn and retrieve read the same stored features.
 TASKS = ("knn", "retrieve", "linear", "semisup", "detect")
 # Of a pretraining's configuration, what says where and how it ran, but not what was learnt.
-NOT_DECISIVE = (
+FIELDS_WITHOUT_EFFECT = (
     *("data", "output", "resume", "overwrite", "device", "workers", "monitor_every"),
     *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement", "on_nan"),
 )

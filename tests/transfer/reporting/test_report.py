@@ -471,7 +471,7 @@ def test_rows_of_a_real_task_reach_the_report(tiny_network: Path, image_tree: Pa
 def test_what_a_run_may_change_does_not_make_it_another_pretraining() -> None:
     from instdisc.cli import volatile_fields
     from pretrain.config import PretrainConfig
-    from transfer.suites.settings import NOT_DECISIVE
+    from transfer.suites.settings import FIELDS_WITHOUT_EFFECT
 
     # The length is volatile, since a run may go on, and decisive: longer is another network.
-    assert set(NOT_DECISIVE) == volatile_fields(PretrainConfig) - {"epochs"}
+    assert set(FIELDS_WITHOUT_EFFECT) == volatile_fields(PretrainConfig) - {"epochs"}
