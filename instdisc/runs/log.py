@@ -84,7 +84,8 @@ class MetricsLog:
         if not enabled:
             return
         self.path = folder / "metrics.jsonl"
-        self.kept = [row for row in read_jsonl(self.path) if row["step"] <= step]
+        # What a run of no saved step wrote, it will write again.
+        self.kept = [row for row in read_jsonl(self.path) if row["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in self.kept))
         self._file = self.path.open("a", encoding="utf-8")
         if tensorboard:

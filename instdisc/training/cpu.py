@@ -1,24 +1,17 @@
 """What makes training on a CPU faster, without changing what is computed beyond rounding.
 
-Small maps: networks for 224 pixels that see 32 end in maps of 2x2 and 1x1. oneDNN's weight gradient
-of a 3x3 convolution falls to a tenth of its usual rate there (AVX2), and takes half of a training
-step. As one matrix product over all patches it does not: ResNet-18 trains 1.8 times as fast at 32
-pixels, ResNet-50 1.5 times.
-
-Memory: glibc gives large blocks back to the system when they are freed, and a training step takes
-them again, page by page.
+Networks for 224 pixels that see 32 end in maps of 2x2 and 1x1. oneDNN's weight gradient of a 3x3
+convolution falls to a tenth of its usual rate there (AVX2), and takes half of a training step. As
+one matrix product over all patches it does not: ResNet-18 trains 1.8 times as fast at 32 pixels,
+ResNet-50 1.5 times.
 """
 
-import ctypes
-import platform
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h: no blocks of their own, nothing trimmed.
-MALLOC_OPTIONS = {-4: 0, -1: 2**31 - 1, -2: 64 << 20}
 MAX_AREA = 4  # output pixels up to which the product is the faster way
 
 
@@ -92,17 +85,7 @@ def use_small_map_gradients(model: nn.Module) -> None:
             module.__class__ = SmallMapConv2d
 
 
-def keep_memory() -> None:
-    """Lets the process keep the memory that it frees (glibc; elsewhere nothing)."""
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    for option, value in MALLOC_OPTIONS.items():
-        libc.mallopt(option, value)
-
-
 def prepare_cpu(model: nn.Module, device: torch.device) -> None:
-    """Both, for a model that is about to train on a CPU; call it before the first step."""
+    """Makes a model that is about to train ready for a CPU; on a GPU nothing changes."""
     if device.type == "cpu":
-        keep_memory()
         use_small_map_gradients(model)

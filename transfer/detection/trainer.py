@@ -21,7 +21,6 @@ from instdisc.runs.folders import read_jsonl, write_text
 from instdisc.runs.log import LOGGER, StepBar
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
-from instdisc.training.cpu import prepare_cpu
 from instdisc.training.dist import Process
 from instdisc.training.seed import seed_global, seeded
 from transfer.detection import roi_heads  # noqa: F401 # registers TransferRes5ROIHeads
@@ -44,7 +43,6 @@ class DetectionTrainer(SimpleTrainer):
         with seeded(seed, "detector"):
             model = build_model(cfg)
         self.detector = model
-        prepare_cpu(model, process.device)
         optimizer = build_optimizer(cfg, model)
         if process.world_size > 1:
             on_gpu = process.device.type == "cuda"
