@@ -1,38 +1,48 @@
-"""Peers' checkpoints -> backbone.pt, with the format found by content and nothing guessed.
+"""Peers' checkpoints -> backbone.pt, with the trunk found by names and shapes and nothing guessed.
 
-Every tensor of the file is either used, or one that its dialect is known to have besides the
-backbone, or unknown, which is an error; what is used must fill one of our networks exactly. Files
-are read without running anything in them (foreign_files.py).
+Every tensor of the file is either used, or known to be of no trunk (a head, a queue, an optimizer),
+or unknown, which is an error; what is used must fill one of our networks exactly. Files are read
+without running anything in them (`untrusted`). Torch is imported where tensors are loaded, so
+that a file can be inspected without it.
 """
 
+import collections
 import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from instdisc.cli import say
 from instdisc.errors import UserError
-from instdisc.importers.dialect_table import FORMATS
-from instdisc.importers.foreign_files import MALFORMED, ForeignFile, read_foreign
-from instdisc.importers.inputs import Overrides, check_detectron2, find_input
-from instdisc.importers.plan import Plan, choose, find_format, make_plan, shown
+from instdisc.importers.dialect_table import BY_NAME, TORCHVISION
+from instdisc.importers.plan import (
+    Listing,
+    Plan,
+    choose,
+    find_format,
+    find_trunks,
+    list_tensors,
+    make_plan,
+    shown,
+)
 from instdisc.importers.settings import ImportConfig
-from instdisc.importers.stored_tensors import StoredTensor
-from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.runs.folders import runs_root
-from instdisc.training.seed import seeded
+from instdisc.runs.log import progress
+from instdisc.untrusted.containers import MALFORMED, ForeignFile, read_foreign
+from instdisc.untrusted.pickles import StoredTensor
 
-__all__ = ["FORMATS", "ImportReport", "describe", "find_format", "import_checkpoint", "run_import"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from instdisc.importers.inputs import Overrides
 
 MISSING_FC_SEED = 0
 SUFFIXES = re.compile(r"(\.(pth|pt|pkl|ckpt|tar|torch|bin|safetensors|t7|pyth))+$")
 # What a training run keeps in its folder; an import would mix with it.
 RUN_FILES = ("last.pt", "metrics.jsonl")
+MOST_LINES = 40  # of one kind in a description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +52,20 @@ class ImportReport:
     Attributes:
         payload: for `save_checkpoint(path, "backbone", payload)`.
         format: the dialect.
-        arch: which of our networks it is.
+        prefix: what stands before the names of the trunk in the file.
         num_used: how many tensors of the file were used.
-        dropped: names of those that the dialect is known to have besides the backbone.
+        dropped: names of those that are known to be of no trunk, or of another one.
         unknown: names of those left out because `ignore_unknown` was given.
         notes: what a user should know, a line each.
     """
 
     payload: dict[str, Any]
     format: str
-    arch: str
+    prefix: str
     num_used: int
     dropped: tuple[str, ...]
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check(file: ForeignFile, plan: Plan, *, ignore_unknown: bool, allow_missing_fc: bool) -> None:
@@ -79,56 +84,61 @@ def _check(file: ForeignFile, plan: Plan, *, ignore_unknown: bool, allow_missing
         raise UserError(f"{what} lacks {len(plan.missing)} tensors, {shown(plan.missing)}: {cure}")
 
 
-def _random_linear(names: Iterable[str], model: nn.Module) -> dict[str, Tensor]:
+def _random_linear(names: Iterable[str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """Linear layers as torch makes them, the same at every import."""
+    from torch import nn
+
+    from instdisc.training.seed import seeded
+
     made = {}
     with seeded(MISSING_FC_SEED, "missing fc"):
         for layer in sorted({name.rpartition(".")[0] for name in names}):
-            wanted = model.get_submodule(layer)
-            assert isinstance(wanted, nn.Linear), f"{layer} is no linear layer"
-            linear = nn.Linear(wanted.in_features, wanted.out_features)
+            rows, columns = shapes[f"{layer}.weight"]
+            linear = nn.Linear(columns, rows)
             made.update({f"{layer}.{k}": v.detach() for k, v in linear.state_dict().items()})
     return made
 
 
-def _load(file: ForeignFile, plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+def _load(file: ForeignFile, plan: Plan) -> tuple[dict[str, "Tensor"], dict[str, "Tensor"] | None]:
     """Trunk and projection in float32, out of the file."""
-    state: dict[str, StoredTensor] = dict(plan.match.state)
+    import torch
 
-    def load(origin: str) -> Tensor:
+    def load(path: str) -> "Tensor":
         try:
-            tensor = state[origin].load()
+            tensor = plan.match.listing.tensors[path].load()
         except MALFORMED as error:
-            raise UserError(f"{file.path}: {origin} cannot be read ({error})") from None
+            raise UserError(f"{file.path}: {path} cannot be read ({error})") from None
         # The sum first: it shows every NaN and infinity, and is five times as fast.
         if not tensor.float().sum().isfinite() and not tensor.isfinite().all():
-            raise UserError(f"{file.path}: {origin} holds NaN or infinity: use another file")
+            raise UserError(f"{file.path}: {path} holds NaN or infinity: use another file")
         return tensor
 
-    trunk = _random_linear(plan.missing, plan.model)
-    for name, wanted in plan.model.state_dict().items():
+    shapes = plan.network.shapes()
+    trunk = _random_linear(plan.missing, shapes)
+    for name, shape in progress(shapes.items(), title="importing", unit="tensors"):
+        counter = name.endswith("num_batches_tracked")
         if name in plan.used:
-            trunk[name] = load(plan.used[name]).reshape(wanted.shape).to(wanted.dtype)
-        elif name not in trunk:
-            trunk[name] = torch.zeros((), dtype=torch.long)  # num_batches_tracked
-    plan.model.load_state_dict(trunk, strict=True, assign=True)
-    head = {kind: load(origin).float() for kind, origin in plan.projection.items()}
-    return {name: trunk[name] for name in plan.model.state_dict()}, head or None
+            kind = torch.long if counter else torch.float32
+            trunk[name] = load(plan.used[name]).reshape(shape).to(kind)
+        elif counter:
+            trunk[name] = torch.zeros((), dtype=torch.long)
+    head = {kind: load(path).float() for kind, path in plan.projection.items()}
+    return {name: trunk[name] for name in shapes}, head or None
 
 
 def _notes(file: ForeignFile, plan: Plan) -> list[str]:
-    state, notes = plan.match.state, []
+    tensors, notes = plan.match.listing.tensors, []
+    if plan.match.others:
+        others = (trunk.prefix or "no prefix" for trunk in plan.match.others)
+        notes.append(f"other trunks in the file, left out: {shown(others)}")
     if file.unbuilt:
         notes.append(f"objects in the file that were not built or run: {shown(file.unbuilt)}")
-    kinds = {state[origin].dtype for origin in plan.used.values()} - {torch.float32, torch.int64}
+    kinds = {tensors[path].dtype for path in plan.used.values()} - {"float32", "int64"}
     if kinds:
-        names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
-        notes.append(f"weights were converted from {names} to float32")
-    counters = [n for n in plan.model.state_dict() if n.endswith("num_batches_tracked")]
-    if any(name not in plan.used for name in counters):
+        notes.append(f"weights were converted from {', '.join(sorted(kinds))} to float32")
+    empty = plan.network.shapes().keys() - plan.used.keys()
+    if any(name.endswith("num_batches_tracked") for name in empty):
         notes.append("batch norm's counters are absent, as in old files: set to 0")
-    if plan.match.root in (("state_dict_ema",), ("student",)):
-        notes.append(f"taken from {plan.match.root[0]}")
     if plan.missing:
         layers = sorted({name.rpartition(".")[0] for name in plan.missing})
         notes.append(
@@ -144,15 +154,18 @@ def import_checkpoint(
     path: Path,
     *,
     format: str = "auto",
+    prefix: str | None = None,
     ignore_unknown: bool = False,
     allow_missing_fc: bool = False,
-    overrides: Overrides | None = None,
+    overrides: "Overrides | None" = None,
 ) -> ImportReport:
     """Reads a peer's checkpoint.
 
     Args:
         path: a torch file, a safetensors file or a Detectron2 pickle.
         format: one of `FORMATS`, or `auto` to tell it by content.
+        prefix: what stands before the names of the trunk, where the file has several; the end of
+            it will do.
         ignore_unknown: leave out tensors that the format does not have.
         allow_missing_fc: make AlexNet's and VGG16's linear layers random where the file has none.
         overrides: what the user knows of the network's input.
@@ -161,9 +174,11 @@ def import_checkpoint(
         UserError: the file is damaged, its format unknown or not certain, or it is no network of
             ours; the message says which.
     """
+    from instdisc.importers.inputs import Overrides, check_detectron2, find_input
+
     file = read_foreign(path)
-    plan = make_plan(file, choose(file, format))
-    dialect, network = plan.match.dialect, plan.network
+    plan = make_plan(file, choose(file, format, prefix))
+    dialect, network, found = plan.match.dialect, plan.network, plan.match.trunk.prefix
     overrides = overrides or Overrides()
     if dialect.name == "detectron2":
         check_detectron2(file, network, overrides.assume_rgb)
@@ -172,11 +187,11 @@ def import_checkpoint(
     trunk, projection = _load(file, plan)
     notes = _notes(file, plan)
     notes.append(f"input: {spec.size} pixels, mean {spec.mean}, std {spec.std} ({origin})")
-    pretraining: dict[str, Any] = {
-        "imported_from": path.name,
-        "format": dialect.name,
-        "sha256": _sha256(path),
-    }
+    pretraining: dict[str, Any] = {"imported_from": path.name, "format": dialect.name}
+    with path.open("rb") as stream:
+        pretraining["sha256"] = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found:
+        pretraining["prefix"] = found
     if plan.missing:
         pretraining["missing"] = list(plan.missing)
     payload = {
@@ -188,35 +203,71 @@ def import_checkpoint(
         "input": spec.to_dict(),
         "pretraining": pretraining,
     }
-    num_used = len(plan.used) + len(plan.projection)
     return ImportReport(
-        payload, dialect.name, network.arch, num_used, plan.dropped, plan.unknown, tuple(notes)
+        payload=payload,
+        format=dialect.name,
+        prefix=found,
+        num_used=len(plan.used) + len(plan.projection),
+        dropped=plan.dropped,
+        unknown=plan.unknown,
+        notes=tuple(notes),
     )
 
 
-def describe(path: Path) -> str:
+def _groups(listing: Listing) -> list[str]:
+    """A line for each trunk, and for each part of a name or entry beside them."""
+    formats = find_format(listing)
+    trunks = find_trunks(listing, BY_NAME[formats[0]] if len(formats) == 1 else TORCHVISION)
+    groups: dict[str, list[StoredTensor]] = {trunk.prefix: [] for trunk in trunks}
+    owner: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    for trunk in trunks:
+        network = trunk.network(listing)
+        own = network.shapes() if network else {}
+        kinds[trunk.prefix] = f", trunk {network.arch if network else 'of no network of ours'}"
+        owner |= {path: trunk.prefix for name, path in trunk.names if name in own}
+    starts = {path: trunk.prefix for trunk in trunks for _, path in trunk.names}
+    for path, tensor in listing.tensors.items():
+        folder = next((t.folder for t in trunks if path.startswith(t.folder)), "")
+        folder = starts.get(path, folder)
+        part = path.removeprefix(folder).partition(".")[0]
+        groups.setdefault(owner.get(path, folder + part), []).append(tensor)
+    lines = []
+    for name, tensors in groups.items():
+        count = f"shape {tensors[0].shape}" if len(tensors) == 1 else f"{len(tensors)} tensors"
+        count += f", {sum(tensor.numel for tensor in tensors):,} numbers"
+        types = "".join(f", {dtype}" for dtype in sorted({tensor.dtype for tensor in tensors}))
+        lines.append(f"  {shown([name or 'no prefix'])}: {count}{types}{kinds.get(name, '')}")
+    more = len(lines) - MOST_LINES
+    return lines[:MOST_LINES] + ([f"  and {more} more"] if more > 0 else [])
+
+
+def describe(path: Path, format: str = "auto", prefix: str | None = None) -> str:
     """What a foreign file is, in a few lines; refused or unknown formats are described too."""
     file = read_foreign(path)
     lines = [f"container: {file.container}"]
+    content = file.content if isinstance(file.content, dict) else {}
+    plain = [(str(k), str(v)) for k, v in content.items() if isinstance(v, str | int | float)]
+    lines += [f"{shown([name])}: {shown([value])}" for name, value in plain[:MOST_LINES]]
     if file.unbuilt:
         lines.append(f"objects not built or run: {shown(file.unbuilt)}")
     try:
-        plan = make_plan(file, choose(file, "auto"))
+        lines += ["tensors:", *_groups(list_tensors(file))]
+        plan = make_plan(file, choose(file, format, prefix))
+        dialect, network = plan.match.dialect, plan.network
+        lines += [
+            f"format: {dialect.name} ({dialect.source})",
+            f"prefix: {plan.match.trunk.prefix or 'none'}",
+            f"arch: {network.arch}, stem {network.stem}, batch norm {network.batch_norm}",
+            f"used: {len(plan.used) + len(plan.projection)} tensors",
+        ]
+        for what in ("dropped", "unknown", "missing"):
+            if names := getattr(plan, what):
+                lines.append(f"{what}: {summary(names)}")
+        _check(file, plan, ignore_unknown=False, allow_missing_fc=False)
+        lines.append(f"import it: python pretrain/import_weights.py {path}")
     except UserError as error:
-        return "\n".join([*lines, f"not importable: {error}"])
-    dialect, network = plan.match.dialect, plan.network
-    lines += [
-        f"format: {dialect.name} ({dialect.source})",
-        f"arch: {network.arch}",
-        f"stem: {network.stem}",
-        f"batch norm: {'yes' if network.batch_norm else 'no'}",
-        f"tensors: {len(plan.used) + len(plan.projection)} used, {len(plan.dropped)} dropped, "
-        f"{len(plan.unknown)} unknown, {len(plan.missing)} missing",
-    ]
-    for what in ("dropped", "unknown", "missing"):
-        if names := getattr(plan, what):
-            lines.append(f"{what}: {shown(names)}")
-    lines.append(f"import it: python pretrain/import_weights.py {path}")
+        lines.append(f"not importable as it is: {error}")
     return "\n".join(lines)
 
 
@@ -237,19 +288,23 @@ def find_output(config: ImportConfig) -> Path:
 
 def summary(names: Sequence[str]) -> str:
     """Names of left-out tensors by their first part: `encoder_k (320), queue`."""
-    groups: dict[str, int] = {}
-    for name in names:
-        start = name.partition(".")[0]
-        groups[start] = groups.get(start, 0) + 1
-    return ", ".join(name if n == 1 else f"{name} ({n})" for name, n in groups.items()) or "none"
+    groups = collections.Counter(name.partition(".")[0] for name in names)
+    return shown([name if n == 1 else f"{name} ({n})" for name, n in groups.items()], 12) or "none"
 
 
 def run_import(config: ImportConfig) -> None:
-    """The command: imports one checkpoint."""
+    """The command: imports one checkpoint, or tells what it holds."""
+    if config.inspect:
+        say(describe(config.checkpoint, config.format, config.prefix))
+        return
+    from instdisc.importers.inputs import Overrides
+    from instdisc.runs.checkpoint import save_checkpoint
+
     output = find_output(config)
     report = import_checkpoint(
         config.checkpoint,
         format=config.format,
+        prefix=config.prefix,
         ignore_unknown=config.ignore_unknown,
         allow_missing_fc=config.allow_missing_fc,
         overrides=Overrides(
@@ -265,7 +320,8 @@ def run_import(config: ImportConfig) -> None:
     save_checkpoint(output, "backbone", payload)
     head = payload["projection"]
     say(f"format: {report.format}{'' if config.format != 'auto' else ' (found by content)'}")
-    say(f"arch: {report.arch}, stem {payload['stem']}, batch norm {payload['batch_norm']}")
+    say(f"prefix: {report.prefix or 'none'}")
+    say(f"arch: {payload['arch']}, stem {payload['stem']}, batch norm {payload['batch_norm']}")
     say(f"used: {report.num_used} tensors; dropped: {summary(report.dropped)}")
     say(f"projection: {len(head['bias'])} dimensions" if head else "projection: none")
     for note in report.notes:

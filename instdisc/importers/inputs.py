@@ -5,7 +5,6 @@ features that are merely bad. So each is known, or asked for.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ import yaml
 
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
-from instdisc.importers.dialects import Dialect
-from instdisc.importers.foreign_files import ForeignFile
+from instdisc.importers.dialect_table import Dialect
+from instdisc.importers.plan import read_small, timm_config
 from instdisc.importers.recognition import Network
 from instdisc.names import Stem
+from instdisc.untrusted.containers import ForeignFile
+from instdisc.untrusted.limits import check_yaml
 
 # Writers of Detectron2 files whose networks see RGB and stride in the 3x3 convolutions: ours,
 # Detectron2's converter for torchvision, and those of MoCo, PyContrast and OpenSelfSup/MMSelfSup.
 RGB_AUTHORS = ("instdisc", "torchvision", "MOCO", "Yonglong", "OpenSelfSup", "MMSelfSup")
-LARGEST_SIDECAR = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +37,13 @@ class Overrides:
     assume_rgb: bool = False
 
 
-def _read_small(path: Path) -> str | None:
-    if not path.is_file() or path.stat().st_size > LARGEST_SIDECAR:
-        return None
-    return path.read_text("utf-8", errors="replace")
-
-
-def timm_config(path: Path) -> dict[str, Any] | None:
-    """The config.json that timm keeps beside its weights, if there is one."""
-    try:
-        config = json.loads(_read_small(path.parent / "config.json") or "null")
-    except (json.JSONDecodeError, RecursionError):
-        return None
-    named = isinstance(config, dict) and isinstance(config.get("architecture"), str)
-    return config if named else None
-
-
 def _detectron2_config(path: Path) -> dict[str, Any]:
     """The config beside a Detectron2 file of the same name, as our export writes it."""
     try:
-        config = yaml.safe_load(_read_small(path.with_suffix(".yaml")) or "")
-    except (yaml.YAMLError, RecursionError):
+        text = read_small(path.with_suffix(".yaml"))
+        check_yaml(text)
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -137,11 +123,11 @@ def find_input(
     """How the network wants its images, and who says so.
 
     Raises:
-        UserError: the stem is of a kind whose stride and padding nobody states.
+        UserError: the stem is of a kind whose stride and padding are not known.
     """
     config = timm_config(file.path) if dialect.name == "timm" else None
     sidecar = _detectron2_config(file.path) if dialect.name == "detectron2" else {}
-    spec, origin = dialect.input, f"customary for {dialect.name}"
+    spec, origin = InputSpec(**dialect.input), f"customary for {dialect.name}"
     if config is not None:
         _check_timm(config, network)
         spec, origin = _from_timm(config), "config.json beside the file"
@@ -153,7 +139,7 @@ def find_input(
                 f"{file.path} has a 3x3 stem, and {dialect.name} files do not say its stride and "
                 "padding: if it has stride 1, padding 1 and no max pooling, add --stem small"
             )
-        spec = dialect.small_input or InputSpec(size=32, crop_ratio=1.0)
+        spec = InputSpec(**(dialect.small_input or {"size": 32, "crop_ratio": 1.0}))
     given: dict[str, Any] = {
         "size": overrides.image_size,
         "mean": overrides.mean and _triple(overrides.mean, "--mean"),

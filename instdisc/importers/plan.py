@@ -1,47 +1,241 @@
-"""Which dialect a checkpoint is in, and which of its tensors goes where; loads no tensor."""
+"""Which trunk of a checkpoint to take, and which of its tensors goes where; loads no tensor.
 
+A trunk is found by names and shapes under whatever prefix it lies; the prefix is the whole path in
+the file, `state_dict.module.encoder_q.`. Imports no torch.
+"""
+
+import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from instdisc.errors import UserError, some_of
+from instdisc.importers.dialect_table import BY_NAME, SIMCLR_CONVERTER, TORCHVISION, Dialect
+from instdisc.importers.recognition import FC_NAMES, FEATURE_DIMS, Network, recognise
+from instdisc.untrusted.containers import ForeignFile
+from instdisc.untrusted.pickles import Inert, StoredTensor, is_tensor
 
-from instdisc.errors import UserError
-from instdisc.importers.dialect_table import BY_NAME, DIALECTS, FORMATS
-from instdisc.importers.dialects import Dialect
-from instdisc.importers.foreign_files import ForeignFile
-from instdisc.importers.inputs import timm_config
-from instdisc.importers.recognition import FC_NAMES, Network, recognise
-from instdisc.importers.stored_tensors import Inert, is_tensor, module_state
-from instdisc.networks.backbones import ARCHS, build_backbone
-
-# Where a backbone begins, under torchvision's names.
-FIRST_TENSORS = ("conv1.weight", "features.0.weight")
+TRUNK_PARTS = ("layer", "conv", "bn1.", "features.")
+# Every trunk has one of these, three or four parts long.
+ANCHORS = ("layer1.0.conv1.weight", "features.0.weight")
 # Entries of training checkpoints that belong to no network.
 BOOKKEEPING = re.compile(
     r"optim|sched|scaler|amp|args|opt$|config|cfg|hyper|epoch|iter|step|best|acc|loss|meta|loops|"
-    r"callbacks|rng|seed|hook|meter|metric|message_hub"
+    r"callbacks|rng|seed|hook|meter|metric|message_hub|task$"
 )
-MOST_VALUES = 20_000  # of a file's structure, which a hostile one may nest without end
+# Parts of names that are of no trunk: heads, queues and banks, copies, detectors.
+HEADS = re.compile(
+    r"(^|[._])(fc\d*|bn|linear|classifier|heads?|head_jig|mlp|neck|proj\w*|pred\w*|prototypes\w*|"
+    r"queue\w*|memory\w*|contrast|lemniscate|criterion|knn|encoder_k|momentum\w*|ema|ema_state_dict|"
+    r"online_net|target_net|data_preprocessor|proposal_generator|roi_heads|fpn_\w+|top_block|"
+    r"pixel_\w+|anchor\w*)(\.|$)"
+)
+WRAPPERS = re.compile(r"(?:(?:_orig_mod|module)\.)*")
+DEEPEST = 64  # no state dict lies deeper, and a hostile file may nest without end
+MOST_TRUNKS = 100
+LARGEST_SIDECAR = 1 << 20
 
 
 def shown(names: Iterable[str], count: int = 4) -> str:
     """The first few names, fit for one line."""
-    first = list(names)
-    parts = [name[:80] if name.isprintable() else repr(name)[:80] for name in first[:count]]
-    return ", ".join(parts) + (f" and {len(first) - count} more" if len(first) > count else "")
+    parts = [name[:80] if name.isprintable() else repr(name)[:80] for name in names]
+    return some_of(parts, count)
+
+
+def read_small(path: Path) -> str:
+    """The text of a file beside the checkpoint; empty if there is none."""
+    if not path.is_file() or path.stat().st_size > LARGEST_SIDECAR:
+        return ""
+    return path.read_text("utf-8", errors="replace")
+
+
+def timm_config(path: Path) -> dict[str, Any] | None:
+    """The config.json that timm keeps beside its weights, if there is one."""
+    try:
+        config = json.loads(read_small(path.parent / "config.json") or "null")
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    named = isinstance(config, dict) and isinstance(config.get("architecture"), str)
+    return config if named else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """All tensors of a file.
+
+    Attributes:
+        tensors: by path.
+        folders: path -> path of the dict that holds the tensor.
+        text: the entries of the file in a line, then a line for each path; see `Dialect.has`.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    folders: Mapping[str, str]
+    text: str
+
+
+def _entries(content: Any) -> list[str]:
+    return [key for key in content if isinstance(key, str)] if isinstance(content, dict) else []
+
+
+def list_tensors(file: ForeignFile) -> Listing:
+    """Finds every tensor, in dicts, lists and objects that were not built, each of these once."""
+    tensors: dict[str, StoredTensor] = {}
+    folders: dict[str, str] = {}
+    seen = set[int]()
+
+    def visit(value: Any, path: str, depth: int) -> None:
+        seen.add(id(value))
+        if isinstance(value, Inert):
+            value = {"_modules": value.state, "args": value.arguments, "items": value.items}
+        entries = enumerate(value) if isinstance(value, list | tuple) else ()
+        for key, child in value.items() if isinstance(value, dict) else entries:
+            inside = key in ("_parameters", "_buffers", "_modules")  # no part of a name
+            name = path if inside else f"{path}{key if isinstance(key, str) else repr(key)}."
+            if is_tensor(child):
+                if name[:-1] in tensors:
+                    raise UserError(f"{file.path} has {shown([name])} twice: save a state_dict")
+                tensors[name[:-1]], folders[name[:-1]] = child, path
+            elif depth < DEEPEST and id(child) not in seen:
+                visit(child, name, depth + 1)
+
+    visit(file.content, "", 0)
+    top = _entries(file.content) + ([] if timm_config(file.path) is None else ["timm"])
+    return Listing(tensors, folders, "\n".join([f" {' '.join(sorted(top))} ", *tensors]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Trunk:
+    """A network in a file.
+
+    Attributes:
+        prefix: what stands before its names.
+        folder: the part of the prefix that names beside the network have too.
+        names: (torchvision's name, path) of every tensor behind the prefix.
+    """
+
+    prefix: str
+    folder: str
+    names: tuple[tuple[str, str], ...]
+
+    def recognise(self, listing: Listing) -> Network:
+        """Which network it is, or an error that says what it looks like."""
+        return recognise({name: listing.tensors[path].shape for name, path in self.names})
+
+    def network(self, listing: Listing) -> Network | None:
+        """Which network it is, None for one that is not ours."""
+        with contextlib.suppress(UserError):
+            return self.recognise(listing)
+        return None
+
+
+def find_trunks(listing: Listing, dialect: Dialect = TORCHVISION) -> list[Trunk]:
+    """Every network that begins like one of ours, in the order of the file."""
+    anchors: dict[str, str] = {}
+    for path in listing.tensors:
+        parts = path.split(".")
+        for count in (3, 4):
+            if len(parts) >= count and dialect.rename(".".join(parts[-count:])) in ANCHORS:
+                before = "".join(f"{part}." for part in parts[:-count])
+                anchors.setdefault(re.sub(dialect.inside, "", before), path)
+    if len(anchors) > MOST_TRUNKS:
+        raise UserError(f"the file has {len(anchors)} networks: save the state_dict of one alone")
+    trunks = []
+    for prefix, anchor in anchors.items():
+        longer = tuple(p for p in anchors if len(p) > len(prefix) and p.startswith(prefix))
+        names = tuple(
+            (dialect.rename(path.removeprefix(prefix)), path)
+            for path in listing.tensors
+            if path.startswith(prefix) and not (longer and path.startswith(longer))
+        )
+        folder = listing.folders[anchor]
+        folder = folder if prefix.startswith(folder) else prefix  # a module holds each tensor apart
+        folder += WRAPPERS.findall(prefix, len(folder))[0]
+        trunks.append(Trunk(prefix, folder, names))
+    return trunks
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A file read as one dialect: its state dict without `module.`, and the backbone's prefix."""
+    """A file read as one dialect: the trunk to take, and the others."""
 
     dialect: Dialect
-    root: tuple[str, ...]
-    state: Mapping[str, Any]
-    prefix: str
+    listing: Listing
+    trunk: Trunk
+    others: tuple[Trunk, ...] = ()
+
+
+def _taken(dialect: Dialect, trunks: list[Trunk]) -> list[Trunk]:
+    """The trunks that a dialect would take; more than one is for the user to choose from."""
+    for pattern in dialect.take:
+        if found := [trunk for trunk in trunks if re.search(pattern, trunk.prefix)]:
+            return found
+    return []
+
+
+def find_format(listing: Listing) -> list[str]:
+    """Names of the dialects that the content of a file identifies."""
+    found = []
+    for dialect in BY_NAME.values():
+        shows = all(re.search(pattern, listing.text, re.MULTILINE) for pattern in dialect.has)
+        if dialect is TORCHVISION or not shows or re.search(dialect.lacks, listing.text):
+            continue
+        if dialect.refusal or _taken(dialect, find_trunks(listing, dialect)):
+            found.append(dialect.name)
+    if found in ([], [SIMCLR_CONVERTER.name]) and find_trunks(listing):
+        found.insert(0, TORCHVISION.name)
+    return found
+
+
+def choose(file: ForeignFile, format: str = "auto", prefix: str | None = None) -> Match:
+    """The dialect that was asked for, or the one that the content identifies, and its trunk.
+
+    Raises:
+        UserError: there is no trunk, or more than one of either and none was chosen.
+    """
+    content = file.content
+    ours = content.get("format") if isinstance(content, dict) else None
+    if isinstance(ours, str) and ours.startswith("instdisc/"):
+        raise UserError(f"{file.path} is a checkpoint of this project: use it as it is")
+    if format not in ("auto", *BY_NAME):
+        raise UserError(f"--format {format}: choose auto or one of {', '.join(BY_NAME)}")
+    listing = list_tensors(file)
+    found = find_format(listing) if format == "auto" else [format]
+    if len(found) > 1:
+        raise UserError(f"{file.path} fits {' and '.join(found)}: say which with --format NAME")
+    names = _entries(content)
+    has = f"it has {shown(names)}" if names else "it is no dict of tensors"
+    if not found:
+        raise UserError(
+            f"{file.path} is in no known format ({has}): save its backbone's state_dict "
+            "under torchvision's names, then import that"
+        )
+    dialect = BY_NAME[found[0]]
+    if dialect.refusal:
+        why = dialect.refusal
+        raise UserError(f"{file.path} ({dialect.name}) cannot be imported: {why}; use another one")
+    trunks = find_trunks(listing, dialect)
+    taken = _taken(dialect, trunks)
+    if not taken:
+        raise UserError(f"{file.path} is not in the {format} format ({has}): try --format auto")
+    if prefix is not None:
+        wanted = f"{prefix.strip('.')}." if prefix.strip(".") else ""
+        ends = [trunk for trunk in trunks if f".{trunk.prefix}".endswith(f".{wanted}")]
+        bare = [trunk for trunk in trunks if trunk.prefix == trunk.folder]
+        taken = [t for t in trunks if t.prefix == wanted] or (ends if wanted else bare)
+    if len(taken) != 1:
+        of = "trunks" if prefix is None or taken else f"no trunk under {prefix!r} but"
+        networks = [(trunk.prefix, trunk.network(listing)) for trunk in taken or trunks]
+        named = ", ".join(
+            f"{start or 'no prefix'} ({network.arch if network else 'no network of ours'})"
+            for start, network in networks
+        )
+        raise UserError(f"{file.path} has {of} {named}: choose one with --prefix PREFIX")
+    others = tuple(trunk for trunk in trunks if trunk is not taken[0])
+    return Match(dialect, listing, taken[0], others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +245,15 @@ class Plan:
     Attributes:
         match: the file.
         network: what the tensors are.
-        model: its trunk, on the meta device.
-        used: name in the trunk -> name in the file.
-        projection: `weight` and `bias` -> name in the file, or empty.
-        dropped: names of tensors and entries that the dialect has besides the backbone.
-        unknown: names that it does not.
+        used: name in the trunk -> path in the file.
+        projection: `weight` and `bias` -> path in the file, or empty.
+        dropped: tensors and entries that are known to be of no trunk, or of another one.
+        unknown: those that are not.
         missing: names in the trunk that the file does not fill; batch counters do not count.
     """
 
     match: Match
     network: Network
-    model: nn.Module
     used: dict[str, str]
     projection: dict[str, str]
     dropped: tuple[str, ...]
@@ -69,179 +261,74 @@ class Plan:
     missing: tuple[str, ...]
 
 
-def _state_at(content: Any, root: tuple[str, ...]) -> dict[str, Any]:
-    """The state dict at a place in the file, `module.` taken away; empty if there is none."""
-    for key in root:
-        content = content.get(key) if isinstance(content, dict) else None
-    if isinstance(content, Inert):
-        content = module_state(content)
-    if not isinstance(content, dict):
-        return {}
-    state = {key: value for key, value in content.items() if isinstance(key, str)}
-    if not root:  # beside the tensors, the file itself may keep anything
-        state = {key: value for key, value in state.items() if is_tensor(value)}
-    for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
-        if state and all(key.startswith(wrapper) for key in state):
-            state = {key.removeprefix(wrapper): value for key, value in state.items()}
-    return state
-
-
-def _match(dialect: Dialect, content: Any) -> Match | None:
-    """Reads a file as a dialect, if a backbone can be found in it that way."""
-    for root in dialect.roots:
-        state = _state_at(content, root)
-        if not any(is_tensor(value) for value in state.values()):
-            continue
-        for prefix in dialect.prefixes:
-            inner = (key.removeprefix(prefix) for key in state if key.startswith(prefix))
-            if dialect.refusal or any(dialect.rename(key) in FIRST_TENSORS for key in inner):
-                return Match(dialect, root, state, prefix)
-    return None
-
-
-def find_format(file: ForeignFile) -> list[str]:
-    """Names of the dialects that the content of a file identifies."""
-    top = set(file.content) if isinstance(file.content, dict) else set()
-    if timm_config(file.path) is not None:
-        top.add("timm")
-    found = []
-    for dialect in DIALECTS:
-        match = _match(dialect, file.content)
-        if match and any(evidence.holds(top, match.state) for evidence in dialect.evidence):
-            found.append(dialect.name)
-    return found
-
-
-def choose(file: ForeignFile, format: str) -> Match:
-    """The dialect that was asked for, or the one that the content identifies."""
-    content = file.content
-    ours = content.get("format") if isinstance(content, dict) else None
-    if isinstance(ours, str) and ours.startswith("instdisc/"):
-        raise UserError(f"{file.path} is a checkpoint of this project: use it as it is")
-    if format != "auto":
-        if format not in BY_NAME:
-            raise UserError(f"--format {format}: choose auto or one of {', '.join(FORMATS)}")
-        found = [format]
-    else:
-        found = find_format(file)
-    if len(found) > 1:
-        raise UserError(f"{file.path} fits {' and '.join(found)}: say which with --format NAME")
-    match = _match(BY_NAME[found[0]], content) if found else None
-    if match is not None:
-        if match.dialect.refusal:
-            name, why = match.dialect.name, match.dialect.refusal
-            raise UserError(f"{file.path} ({name}) cannot be imported: {why}; use another one")
-        return match
-    names = [key for key in content if isinstance(key, str)] if isinstance(content, dict) else []
-    has = f"it has {shown(names)}" if names else "it is no dict of tensors"
-    if found:
-        raise UserError(f"{file.path} is not in the {format} format ({has}): try --format auto")
-    fits = [d.name for d in DIALECTS if not d.refusal and _match(d, content)]
-    if fits:
-        raise UserError(
-            f"{file.path}: nothing in it tells the format, its names fit {', '.join(fits)}: "
-            "say which with --format NAME"
-        )
-    raise UserError(
-        f"{file.path} is in no known format ({has}): save its backbone's state_dict "
-        "under torchvision's names, then import that"
-    )
-
-
-def _holds_tensors(value: Any) -> bool:
-    waiting, seen = [value], set[int]()
-    while waiting and len(seen) < MOST_VALUES:
-        current = waiting.pop()
-        if is_tensor(current):
-            return True
-        if id(current) in seen:
-            continue
-        seen.add(id(current))
-        if isinstance(current, dict):
-            waiting.extend(current.values())
-        elif isinstance(current, list | tuple):
-            waiting.extend(current)
-        elif isinstance(current, Inert):
-            waiting.extend((current.arguments, current.state, current.items))
-    return bool(waiting)
-
-
-def _entries_beside(content: Any, match: Match) -> tuple[list[str], list[str]]:
-    """Entries with tensors next to the state dict: known ones, unknown ones."""
-    known: list[str] = []
-    unknown: list[str] = []
-    for key in match.root or (None,):
-        for name, value in content.items() if isinstance(content, dict) else ():
-            if name == key or is_tensor(value) or not _holds_tensors(value):
-                continue
-            named = isinstance(name, str)
-            ours = named and (name in match.dialect.siblings or BOOKKEEPING.search(name))
-            (known if ours else unknown).append(name if named else repr(type(name)))
-        content = content.get(key) if isinstance(content, dict) else None
-    return known, unknown
-
-
-def _projection(match: Match, width: int) -> dict[str, str]:
+def _projection(match: Match, width: int, used: Iterable[str]) -> dict[str, str]:
     """The linear head that is our projection, if the dialect has one and the file too."""
-    for start, deeper in match.dialect.projection:
-        names = {"weight": f"{start}weight", "bias": f"{start}bias"}
-        found = [match.state.get(name) for name in names.values()]
-        if deeper in match.state or not all(is_tensor(value) for value in found):
-            continue
-        weight, bias = (value.shape for value in found if value is not None)
-        if len(weight) == 2 and weight[1] == width and bias == weight[:1]:
-            return names
+    tensors, trunk, others = match.listing.tensors, match.trunk, set(used)
+    for start in match.dialect.projection:
+        for place in (trunk.prefix, trunk.folder):
+            paths = {"weight": f"{place}{start}weight", "bias": f"{place}{start}bias"}
+            found = [tensors[path].shape for path in paths.values() if path in tensors]
+            head = f"{place}{start.partition('.')[0]}."
+            deeper = any(p.startswith(head) for p in tensors.keys() - others - {*paths.values()})
+            if len(found) != 2 or deeper or len(found[0]) != 2:
+                continue
+            if found[0][1] == width and found[1] == found[0][:1]:
+                return paths
     return {}
 
 
 def make_plan(file: ForeignFile, match: Match) -> Plan:
     """Maps every tensor of the file; refuses what is no network of ours."""
-    dialect, state = match.dialect, match.state
+    listing, trunk = match.listing, match.trunk
+    network = trunk.recognise(listing)
+    expected, numbered = network.shapes(), FC_NAMES.get(network.arch, {})
     used: dict[str, str] = {}
-    dropped, unknown = _entries_beside(file.content, match)
-    for name, value in state.items():
-        inner = dialect.rename(name.removeprefix(match.prefix))
-        if not is_tensor(value):
-            unknown.append(name)
-        elif name.startswith(dialect.drop):
-            dropped.append(name)
-        elif not name.startswith(match.prefix):
-            unknown.append(name)
-        elif inner.startswith(dialect.heads):
-            dropped.append(name)
-        elif inner in used:
-            raise UserError(f"{file.path}: {shown([used[inner], name])} are both {inner}")
-        else:
-            used[inner] = name
-    network = recognise({name: state[origin].shape for name, origin in used.items()})
-    numbered = FC_NAMES.get(network.arch)
-    for name in [name for name in used if name.startswith(("fc6.", "fc7."))]:
-        origin = used.pop(name)
-        if numbered is None:  # a detector's own head
-            dropped.append(origin)
-        else:
-            used[numbered[name[:3]] + name[3:]] = origin
-    with torch.device("meta"):
-        model = build_backbone(network.arch, stem=network.stem, batch_norm=network.batch_norm).trunk
-    expected = model.state_dict()
-    unknown += [used.pop(name) for name in list(used) if name not in expected]
-    for name, origin in used.items():
-        stored, wanted = state[origin], tuple(expected[name].shape)
-        unrolled = dialect.name == "timm" and name.startswith("classifier.") and stored.shape[2:]
-        if stored.shape != wanted and not (unrolled and stored.numel == expected[name].numel()):
-            raise UserError(f"{file.path}: {origin} is {stored.shape}, {network.arch} has {wanted}")
-    projection = _projection(match, ARCHS[network.arch].feature_dim)
+    behind: dict[str, str] = {}
+    for name, path in trunk.names:
+        if name[:3] in numbered and name[3:4] == ".":
+            name = numbered[name[:3]] + name[3:]
+        behind[path] = name
+        if name in used:
+            raise UserError(f"{file.path}: {shown([used[name], path])} are both {name}")
+        if name in expected:
+            used[name] = path
+    for name, path in used.items():
+        shape, wanted = listing.tensors[path].shape, expected[name]
+        if name.startswith("classifier.") and len(shape) == 4:  # timm's linear layers
+            shape = (shape[0], shape[1] * shape[2] * shape[3])
+        if shape != wanted:
+            raise UserError(f"{file.path}: {path} is {shape}, {network.arch} has {wanted}")
+    projection = _projection(match, FEATURE_DIMS[network.arch], used.values())
+    taken = {*used.values(), *projection.values()}
+    copies = {  # a network without a prefix has no end: only its convolutions are known
+        path
+        for other in match.others
+        for name, path in other.names
+        if other.prefix or name.startswith(TRUNK_PARTS)
+    }
+    left: dict[str, bool] = {}  # name to show -> whether it is known
+    for path in listing.tensors:
+        if path in taken:
+            continue
+        if path.startswith(trunk.folder):
+            local = path.removeprefix(trunk.folder)
+            inner = behind.get(path, local)
+            known = not (path in behind and inner.startswith(TRUNK_PARTS))
+            known = known and bool(HEADS.search(inner))
+        else:  # an entry beside the state dict, named by where the two paths part
+            own = trunk.folder.split(".")
+            parts = path.split(".")[: len(own)]
+            pairs = zip(parts, own, strict=False)
+            local = next((part for part, mine in pairs if part != mine), path)
+            known = bool(BOOKKEEPING.search(local) or HEADS.search(local))
+        left[local] = left.get(local, True) and (known or path in copies)
+    empty = (name for name in expected if name not in used)
     return Plan(
         match=match,
         network=network,
-        model=model,
         used=used,
         projection=projection,
-        dropped=tuple(name for name in dropped if name not in projection.values()),
-        unknown=tuple(unknown),
-        missing=tuple(
-            name
-            for name in expected
-            if name not in used and not name.endswith("num_batches_tracked")
-        ),
+        dropped=tuple(name for name, known in left.items() if known),
+        unknown=tuple(name for name, known in left.items() if not known),
+        missing=tuple(name for name in empty if not name.endswith("num_batches_tracked")),
     )

@@ -6,31 +6,7 @@ from typing import Literal
 
 from instdisc.cli import CommandConfig, option
 from instdisc.errors import UserError
-
-Format = Literal[
-    "auto",
-    "torchvision",
-    "timm",
-    "lemniscate",
-    "moco",
-    "moco-v3",
-    "simclr",
-    "simsiam",
-    "simclr-converter",
-    "pycontrast",
-    "supcontrast",
-    "cmc",
-    "swav",
-    "dino",
-    "vicreg",
-    "barlow-twins",
-    "vissl",
-    "mmselfsup",
-    "solo-learn",
-    "lightly",
-    "detectron2",
-    "caffe2",
-]
+from instdisc.importers.dialect_table import FORMATS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +19,21 @@ class ImportConfig(CommandConfig):
     examples:
       python pretrain/import_weights.py moco_v2_800ep_pretrain.pth.tar
       python pretrain/import_weights.py resnet50.pth --name barlow-twins
+      python pretrain/import_weights.py --inspect unknown.ckpt      what it holds; imports nothing
+      python pretrain/import_weights.py distilled.ckpt --prefix student.
       python pretrain/import_weights.py resnet50-1x.pth --format simclr-converter
     Then, for instance: python transfer/knn.py --weights runs/pretrain/barlow-twins
     """
 
     files: tuple[Path, ...] = option((), "the checkpoint", metavar="FILE", positional=True)
     file: Path | None = option(None, "the same as a flag", metavar="FILE")
-    format: Format = option("auto", "what wrote it; auto tells it by content")
+    format: str = option(
+        "auto", f"what wrote it: {', '.join(FORMATS)}; auto tells it by content", metavar="NAME"
+    )
+    prefix: str | None = option(
+        None, "which of several trunks: the prefix of its names, or the end of it", metavar="PREFIX"
+    )
+    inspect: bool = option(False, "tell what the file holds, and import nothing")
     output: Path | None = option(
         None, "file to write; none is runs/pretrain/<name>/backbone.pt", metavar="FILE"
     )

@@ -18,11 +18,11 @@ from instdisc.export.to_timm import save_timm
 from instdisc.export.to_torchvision import save_torchvision
 from instdisc.images.transforms import InputSpec
 from instdisc.importers.api import import_checkpoint
-from instdisc.importers.foreign_files import ForeignFile
 from instdisc.importers.inputs import Overrides
 from instdisc.importers.plan import choose, make_plan
-from instdisc.importers.stored_tensors import Storage, StoredTensor, row_major
 from instdisc.networks.backbones import Backbone, build_backbone
+from instdisc.untrusted.containers import ForeignFile
+from instdisc.untrusted.pickles import Storage, StoredTensor, row_major
 
 SPEC = InputSpec(96, (0.5, 0.4, 0.3), (0.2, 0.25, 0.125), 0.75)
 
@@ -51,7 +51,7 @@ def on_paper(shapes: dict[str, tuple[int, ...]], container: Any = None) -> Forei
     """A file whose tensors have shapes and no numbers: VGG16 without its 500 MB."""
     state = {}
     for name, shape in shapes.items():
-        storage = Storage(torch.float32, max(1, torch.Size(shape).numel()))
+        storage = Storage("float32", max(1, torch.Size(shape).numel()))
         state[name] = StoredTensor().place(storage, 0, shape, row_major(shape))
     content = {**container, "model": state} if container else state
     return ForeignFile(Path("on/paper.pkl"), "torch file", content)
@@ -121,7 +121,7 @@ def test_our_detectron2_files_carry_fc6_and_fc7(arch: str) -> None:
     file = on_paper(renamed, {"__author__": "instdisc"})
     plan = make_plan(file, choose(file, "auto"))
     assert plan.network.arch == arch
-    assert plan.used[f"{layers[1]}.bias"] == "roi_heads.box_head.fc2.bias"
+    assert plan.used[f"{layers[1]}.bias"] == "model.roi_heads.box_head.fc2.bias"
     assert plan.used.keys() == expected.keys()
 
 

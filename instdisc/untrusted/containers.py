@@ -1,6 +1,7 @@
 """Opens checkpoints of unknown origin, however packed, and runs nothing in them."""
 
 import dataclasses
+import io
 import json
 import mmap
 import pickle
@@ -9,11 +10,21 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from instdisc.errors import UserError
-from instdisc.importers.safe_unpickle import Machine, Stream, read_stream, storage_of
-from instdisc.importers.stored_tensors import Storage, StoredTensor, need, row_major
+from instdisc.untrusted.pickles import (
+    ITEM_SIZES,
+    PLAIN_NAMES,
+    Global,
+    Inert,
+    Machine,
+    NumpyType,
+    Storage,
+    StoredTensor,
+    need,
+    read_stream,
+    row_major,
+    storage_of,
+)
 
 # What a damaged or hostile file can make the readers raise.
 MALFORMED = (
@@ -25,23 +36,13 @@ MALFORMED = (
     EOFError,
     LookupError,
     MemoryError,
-    NotImplementedError,
-    RecursionError,
     RuntimeError,
     TypeError,
     ValueError,
 )
 SAFETENSORS_DTYPES = {
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "U8": "uint8"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"},
 }
 # What people take for a checkpoint: its mark, where the mark stands, what to do.
 LOOKALIKES = (
@@ -67,7 +68,7 @@ def read_safetensors(data: memoryview) -> dict[str, StoredTensor]:
         dtype = SAFETENSORS_DTYPES[entry["dtype"]]
         shape = tuple(entry["shape"])
         need(0 <= first <= last <= len(numbers), f"{name} lies outside the file")
-        storage = Storage(dtype, (last - first) // dtype.itemsize, numbers[first:last])
+        storage = Storage(dtype, (last - first) // ITEM_SIZES[dtype], numbers[first:last])
         tensors[name] = StoredTensor().place(storage, 0, shape, row_major(shape))
         need(tensors[name].numel == storage.numel, f"{name} has another size than its shape")
     return tensors
@@ -122,11 +123,56 @@ def _read_zip(path: Path, data: mmap.mmap, unbuilt: set[str]) -> Any:
             storage = found.root or found
             storage.data = bytes_of(f"data/{key[2]}")
             storage.crc = members[f"{roots[0]}data/{key[2]}"].CRC
-            size = storage.numel * storage.dtype.itemsize
+            size = storage.numel * storage.item_size
             need(size == len(storage.data), f"a storage claims {size} bytes and has other ones")
         return found
 
-    return Machine(Stream(bytes(bytes_of("data.pkl"))), find_storage, unbuilt).run()
+    return Machine(io.BytesIO(bytes_of("data.pkl")), find_storage, unbuilt).run()
+
+
+def _map(path: Path) -> mmap.mmap:
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: name the file in it")
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                raise UserError(f"{path} is empty: fetch it again")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _plain(value: Any, made: dict[int, Any]) -> Any:
+    """Arrays for stored tensors and lists for tuples; a value that is shared is made once."""
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, StoredTensor):
+        objects = value.objects
+        made[id(value)] = value.array() if objects is None else _plain(objects, made)
+    elif isinstance(value, list | tuple):
+        made[id(value)] = []
+        made[id(value)].extend(_plain(item, made) for item in value)
+    elif isinstance(value, dict):
+        made[id(value)] = {}
+        made[id(value)].update((key, _plain(item, made)) for key, item in value.items())
+    else:
+        need(not isinstance(value, Global | Inert | NumpyType), "it has objects")
+        return value
+    return made[id(value)]
+
+
+def load_plain_pickle(path: Path) -> Any:
+    """Numbers, strings, lists, dicts and numpy arrays from a pickle; refuses all else."""
+    data = _map(path)
+    try:
+        return _plain(Machine(data, None, set(), PLAIN_NAMES).run(), {})
+    except MALFORMED as error:
+        what = f"{path} is not a pickle of plain arrays, refused: {_reason(error)}"
+        raise UserError(what) from None
 
 
 def read_foreign(path: Path) -> ForeignFile:
@@ -135,15 +181,7 @@ def read_foreign(path: Path) -> ForeignFile:
     Raises:
         UserError: it is none of these, or damaged.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name the file in it")
-    try:
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise UserError(f"{path} is empty: fetch it again")
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
+    data = _map(path)
     head = data[:64]
     for start, place, what in LOOKALIKES:
         if data[place : place + len(start)] == start:
@@ -151,20 +189,16 @@ def read_foreign(path: Path) -> ForeignFile:
     unbuilt: set[str] = set()
     try:
         if head.startswith(b"PK\x03\x04"):
-            return ForeignFile(path, "torch file", _read_zip(path, data, unbuilt), _sorted(unbuilt))
-        length = int.from_bytes(head[:8], "little")
-        if length <= len(data) and head[8:9] == b"{":
-            return ForeignFile(path, "safetensors", read_safetensors(memoryview(data)))
-        container, content = read_stream(data, unbuilt)
-        return ForeignFile(path, container, content, _sorted(unbuilt))
+            container, content = "torch file", _read_zip(path, data, unbuilt)
+        elif int.from_bytes(head[:8], "little") <= len(data) and head[8:9] == b"{":
+            container, content = "safetensors", read_safetensors(memoryview(data))
+        else:
+            container, content = read_stream(data, unbuilt)
     except UserError:
         raise
     except MALFORMED as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"{path} cannot be read ({reason}): it is damaged or no checkpoint; fetch it again"
+            f"{path} cannot be read ({_reason(error)}): it is damaged or no checkpoint; "
+            "fetch it again"
         ) from None
-
-
-def _sorted(names: set[str]) -> tuple[str, ...]:
-    return tuple(sorted(names))
+    return ForeignFile(path, container, content, tuple(sorted(unbuilt)))

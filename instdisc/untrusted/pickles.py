@@ -2,51 +2,206 @@
 
 A pickle is a program. The machine here can build plain containers and descriptions of tensors, and
 nothing else. Whatever else a pickle names (a module object, `argparse.Namespace`, `os.system`)
-becomes an `Inert` record: nothing is imported, called or set.
+becomes an `Inert` record: nothing is imported, called or set. Memory is bounded by what is used,
+and a header that claims more than the file holds is refused before anything is allocated.
 
 `torch.load(pickle_module=...)` would not do: it hands TorchScript archives to the JIT, allocates
 what a header claims, and may append a source patch to a file that the checkpoint names.
 """
 
+import codecs
+import dataclasses
+import io
+import math
 import mmap
+import operator
+import pickle
 import pickletools
 import re
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
-from instdisc.importers.stored_tensors import (
-    STORAGE_DTYPES,
-    Global,
-    Inert,
-    NumpyType,
-    Storage,
-    StoredTensor,
-    need,
-)
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
 LEGACY_PROTOCOL = 1001
 # Opcodes whose argument is the value.
-LITERAL = re.compile("(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|(SHORT_)?(BIN)?(STRING|BYTES|UNICODE)8?")
+_LITERAL = "(BIN)?INT[12]?|LONG[14]?|(BIN)?FLOAT|(SHORT_)?(BIN)?(STRING|BYTES|UNICODE)8?|BYTEARRAY8"
+OPCODES = {op.code.encode("latin1"): op for op in pickletools.opcodes}
+LITERALS = {op.name for op in pickletools.opcodes if re.fullmatch(_LITERAL, op.name)}
+# Torch's names of the types of numbers -> bytes of one.
+ITEM_SIZES = {
+    **{"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "uint8": 1, "bool": 1},
+    **{"int8": 1, "int16": 2, "int32": 4, "int64": 8},
+}
+STORAGE_DTYPES = {
+    **{"FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"DoubleStorage": "float64", "LongStorage": "int64", "IntStorage": "int32"},
+    **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8"},
+    **{"BoolStorage": "bool", "UntypedStorage": "uint8"},
+}
+# Arrays of numbers, of bytes and of text; of numbers, torch has those that are little-endian.
+NUMPY_CODE = re.compile(r"[fiu][1248]|b1|[SU]\d{1,4}")
 
 
-class Stream:
-    """A bounded file over bytes or a mapped file, as `pickletools` wants one."""
+def need(condition: bool, message: str) -> None:
+    """Refuses a file that breaks its own format."""
+    if not condition:
+        raise pickle.UnpicklingError(message)
 
-    def __init__(self, data: bytes | mmap.mmap) -> None:
-        self.data = data
-        self.place = 0
 
-    def read(self, count: int) -> bytes:
-        """At most `count` bytes; a claim beyond the end costs nothing."""
-        taken = self.data[self.place : self.place + max(count, 0)]
-        self.place += len(taken)
-        return taken
+@dataclasses.dataclass(frozen=True)
+class Global:
+    """A name in some module that a pickle refers to; it is never looked up."""
 
-    def readline(self) -> bytes:
-        """Bytes up to and with the next line feed."""
-        end = self.data.find(b"\n", self.place) + 1
-        return self.read((end or len(self.data)) - self.place)
+    name: str
+
+
+@dataclasses.dataclass(eq=False)
+class Inert:
+    """An object that was not built: its class's name and the data it would have been made from."""
+
+    name: str
+    arguments: Any = ()
+    state: Any = None
+    items: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Storage:
+    """A run of numbers in the file; `data` is set once its place is known.
+
+    Attributes:
+        dtype: type of the numbers, in `ITEM_SIZES`, or one that only numpy has, such as `>f8`.
+        numel: how many the file claims.
+        data: the raw bytes, a view of the file.
+        crc: their CRC-32, or 0 where the writer left it out.
+        root: the storage that this one is a part of, if any; `start` is the place in it.
+        start: first number within `root`.
+    """
+
+    dtype: str
+    numel: int
+    data: memoryview | None = None
+    crc: int = 0
+    root: "Storage | None" = None
+    start: int = 0
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of one number."""
+        return ITEM_SIZES.get(self.dtype) or np.dtype(self.dtype).itemsize
+
+    def view(self) -> memoryview:
+        """The raw bytes, checked against the claimed length and the checksum."""
+        size = self.numel * self.item_size
+        data = self.data
+        if self.root is not None:
+            first = self.start * self.item_size
+            data = self.root.view()[first : first + size]
+        if data is None:
+            raise pickle.UnpicklingError("a storage is not in the file")
+        need(len(data) == size, f"a storage claims {size} bytes, the file has {len(data)}")
+        if self.crc:
+            need(zlib.crc32(data) == self.crc, "a checksum is wrong: the file is damaged")
+            self.crc = 0  # once is enough
+        return data
+
+
+@dataclasses.dataclass(eq=False)
+class StoredTensor:
+    """A tensor in a file, or an array of objects, or without either one of an unknown type."""
+
+    storage: Storage | None = None
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    objects: list[Any] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Type of the numbers."""
+        assert self.storage is not None
+        return self.storage.dtype
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it has."""
+        return math.prod(self.shape)
+
+    def _reach(self) -> int:
+        steps = zip(self.shape, self.strides, strict=True)
+        return sum((size - 1) * stride for size, stride in steps) + 1
+
+    def place(self, storage: Any, offset: Any, shape: Any, strides: Any) -> "StoredTensor":
+        """Sets where the numbers are, or refuses a tensor that its storage cannot hold."""
+        need(isinstance(storage, Storage), "a tensor without a storage")
+        shape, strides = tuple(shape), tuple(strides)
+        counts = (offset, storage.numel, *shape, *strides)
+        need(all(isinstance(c, int) and c >= 0 for c in counts), "a tensor of odd sizes")
+        need(len(shape) == len(strides) <= 8, "a tensor of odd strides")
+        self.storage, self.offset, self.shape, self.strides = storage, offset, shape, strides
+        if 0 not in shape:
+            need(offset + self._reach() <= storage.numel, "a tensor reaches outside its storage")
+            need(self.numel <= storage.numel, "a tensor is larger than its storage")
+        return self
+
+    def load(self) -> "Tensor":
+        """Copies the numbers out of the file."""
+        import torch  # here, so that what a file holds can be told without torch
+
+        assert self.storage is not None
+        dtype, size = getattr(torch, self.dtype), self.storage.item_size
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype)
+        raw = self.storage.view()[self.offset * size : (self.offset + self._reach()) * size]
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype)
+        return flat.as_strided(self.shape, self.strides).contiguous()
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The numbers of a pickled numpy array, which fill their storage, as a view of the file."""
+        need(self.storage is not None, "it has an array of an unknown type")
+        assert self.storage is not None
+        flat = np.frombuffer(self.storage.view(), self.dtype)
+        return flat.reshape(self.shape, order="C" if self.strides == row_major(self.shape) else "F")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value read from a file is an array of numbers that torch has."""
+    stored = isinstance(value, StoredTensor) and value.storage is not None
+    return stored and value.dtype in ITEM_SIZES
+
+
+def row_major(shape: Iterable[int]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array."""
+    sizes = tuple(shape)
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+@dataclasses.dataclass(eq=False)
+class NumpyType:
+    """A numpy dtype as a pickle describes it: `f4` and a byte order."""
+
+    code: str
+    order: str = "<"
+
+    def array(self, tensor: StoredTensor, raw: Any, shape: Any, *, column_major: bool) -> None:
+        """Fills an array; one of dates or records stays empty."""
+        if self.code.startswith("O") and isinstance(raw, list):
+            tensor.objects = raw
+        if not NUMPY_CODE.fullmatch(self.code):
+            return
+        kind = np.dtype((">" if self.order == ">" else "<") + self.code)
+        dtype = kind.name if kind.isnative and kind.name in ITEM_SIZES else kind.str
+        # Python 2 wrote bytes as text; so does protocol 2.
+        data = memoryview(raw.encode("latin1") if isinstance(raw, str) else raw)
+        strides = row_major(tuple(shape)[::-1])[::-1] if column_major else row_major(shape)
+        tensor.place(Storage(dtype, len(data) // kind.itemsize, data), 0, shape, strides)
+        need(tensor.numel * kind.itemsize == len(data), "an array of another size than its shape")
 
 
 def _key(value: Any) -> Any:
@@ -76,6 +231,16 @@ def _numpy_array(raw: Any, dtype: NumpyType, shape: Any, order: Any = "C") -> St
     return tensor
 
 
+def _numpy_scalar(dtype: NumpyType, raw: Any) -> Any:
+    tensor = _numpy_array(raw, dtype, ())
+    return Inert("numpy scalar") if tensor.storage is None else tensor.array()[()].item()
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    need(encoding == "latin1", f"it has text in encoding {encoding!r}")
+    return text.encode("latin1")
+
+
 def _nested_storage(raw: Any) -> Any:
     # A tensor inside an ordinary pickle brings its storage as a torch file of its own.
     return read_stream(bytes(raw), set())[1]
@@ -98,40 +263,57 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch.nn.parameter.Parameter": _first,
     "torch.autograd.variable.Variable": _first,
     "torch.storage._load_from_bytes": _nested_storage,
-    "_codecs.encode": lambda text, *rest: text.encode("latin1"),
+    "_codecs.encode": _encode,
+    "__builtin__.bytes": lambda: b"",  # how old protocols spell it; takes no length
     "numpy.dtype": lambda code, *rest: NumpyType(code),
-    "numpy.core.multiarray._reconstruct": lambda *rest: StoredTensor(),
-    "numpy._core.multiarray._reconstruct": lambda *rest: StoredTensor(),
-    "numpy.core.numeric._frombuffer": _numpy_array,
-    "numpy._core.numeric._frombuffer": _numpy_array,
+    "detectron2.structures.boxes.BoxMode": operator.index,
 }
+for _core in ("numpy.core", "numpy._core"):
+    BUILDERS[f"{_core}.multiarray._reconstruct"] = lambda *rest: StoredTensor()
+    BUILDERS[f"{_core}.multiarray.scalar"] = _numpy_scalar
+    BUILDERS[f"{_core}.numeric._frombuffer"] = _numpy_array
+# All that a pickle of plain arrays may name.
+PLAIN_NAMES = frozenset(
+    {
+        "numpy.ndarray",
+        *(name for name in BUILDERS if re.match("_codecs|__b|numpy|detectron2", name)),
+    }
+)
 
 
+@dataclasses.dataclass(eq=False)
 class Machine:
     """Interprets one pickle.
 
-    Args:
-        stream: stands where the pickle begins; is left where it ends.
+    Attributes:
+        stream: a binary file that stands where the pickle begins; is left where it ends.
         find_storage: what a persistent id stands for; None where a file cannot have any.
         unbuilt: receives the names of what was not run.
+        admitted: the names that it may have; None admits all, since nothing is run anyway.
     """
 
-    def __init__(
-        self, stream: Stream, find_storage: Callable[[Any], Any] | None, unbuilt: set[str]
-    ) -> None:
-        self.stream = stream
-        self.find_storage = find_storage
-        self.unbuilt = unbuilt
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+    stream: Any
+    find_storage: Callable[[Any], Any] | None
+    unbuilt: set[str]
+    admitted: Collection[str] | None = None
+    stack: list[Any] = dataclasses.field(default_factory=list)
+    marks: list[int] = dataclasses.field(default_factory=list)
+    memo: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def run(self) -> Any:
         """The object that the pickle describes."""
-        for opcode, argument, _ in pickletools.genops(self.stream):  # type: ignore[arg-type] # has read and readline
+        while code := self.stream.read(1):
+            need(code in OPCODES, f"{code!r} is no opcode")
+            opcode = OPCODES[code]
             if opcode.name == "STOP":
                 return self.stack.pop()
-            if LITERAL.fullmatch(opcode.name) or opcode.name == "BYTEARRAY8":
+            argument = None
+            if opcode.name == "STRING":  # pickletools reads ASCII only, Python 2 wrote any byte
+                line = pickletools.read_stringnl(self.stream, decode=False)
+                argument = codecs.escape_decode(line)[0].decode("latin1")
+            elif opcode.arg is not None:
+                argument = opcode.arg.reader(self.stream)
+            if opcode.name in LITERALS:
                 self.stack.append(argument)
             elif not self._arrange(opcode.name, argument):
                 self._stand_in(opcode.name, argument)
@@ -208,11 +390,11 @@ class Machine:
         stack = self.stack
         match opcode:
             case "GLOBAL":
-                stack.append(Global(argument.replace(" ", ".", 1)))
+                stack.append(self._global(argument.replace(" ", ".", 1)))
             case "STACK_GLOBAL":
                 name, module = stack.pop(), stack.pop()
                 need(isinstance(name, str) and isinstance(module, str), "a global without a name")
-                stack.append(Global(f"{module}.{name}"))
+                stack.append(self._global(f"{module}.{name}"))
             case "REDUCE" | "NEWOBJ" | "NEWOBJ_EX":
                 if opcode == "NEWOBJ_EX":
                     stack.pop()  # keyword arguments: no builder takes any
@@ -220,7 +402,7 @@ class Machine:
                 stack.append(self._call(stack.pop(), arguments))
             case "INST":
                 arguments = tuple(self._since_mark())
-                stack.append(self._call(Global(argument.replace(" ", ".", 1)), arguments))
+                stack.append(self._call(self._global(argument.replace(" ", ".", 1)), arguments))
             case "OBJ":
                 target, *rest = self._since_mark()
                 stack.append(self._call(target, tuple(rest)))
@@ -234,6 +416,10 @@ class Machine:
                 stack.append(self.find_storage(key))
             case _:
                 raise ValueError(f"it uses {opcode}")
+
+    def _global(self, name: str) -> Global:
+        need(self.admitted is None or name in self.admitted, f"it names {name}")
+        return Global(name)
 
     def _call(self, target: Any, arguments: Any) -> Any:
         """Stands in for every call that a pickle asks for."""
@@ -276,7 +462,7 @@ def storage_of(key: Any, storages: dict[Any, Storage]) -> Any:
 
 def read_stream(data: bytes | mmap.mmap, unbuilt: set[str]) -> tuple[str, Any]:
     """Reads a bare pickle, or what torch wrote before 1.6: pickles followed by the numbers."""
-    stream = Stream(data)
+    stream: Any = io.BytesIO(data) if isinstance(data, bytes) else data
     content = Machine(stream, None, unbuilt).run()
     if type(content) is not int or content != LEGACY_MAGIC:
         return "pickle", content
@@ -292,8 +478,9 @@ def read_stream(data: bytes | mmap.mmap, unbuilt: set[str]) -> tuple[str, Any]:
         storage = storages[name]
         numel = int.from_bytes(stream.read(8), "little")
         need(numel == storage.numel, f"a storage claims {storage.numel} numbers and has {numel}")
-        size = numel * storage.dtype.itemsize
-        need(stream.place + size <= len(data), "it is truncated")
-        storage.data = view[stream.place : stream.place + size]
-        stream.place += size
+        size = numel * storage.item_size
+        first = stream.tell()
+        need(first + size <= len(data), "it is truncated")
+        storage.data = view[first : first + size]
+        stream.seek(first + size)
     return "torch file from before 1.6", content

@@ -15,8 +15,8 @@ import torch
 
 from instdisc.errors import UserError
 from instdisc.importers.api import describe
-from instdisc.importers.foreign_files import MALFORMED, read_foreign
-from instdisc.importers.stored_tensors import is_tensor
+from instdisc.untrusted.containers import MALFORMED, read_foreign
+from instdisc.untrusted.pickles import is_tensor
 
 
 def sample() -> dict[str, Any]:

@@ -18,9 +18,8 @@ import torch
 
 from instdisc.errors import UserError
 from instdisc.importers.api import describe
-from instdisc.importers.foreign_files import read_foreign
-from instdisc.importers.safe_unpickle import LEGACY_MAGIC, LEGACY_PROTOCOL
-from instdisc.importers.stored_tensors import Inert
+from instdisc.untrusted.containers import load_plain_pickle, read_foreign
+from instdisc.untrusted.pickles import LEGACY_MAGIC, LEGACY_PROTOCOL, Inert
 
 
 def as_zip(path: Path, program: bytes, storages: dict[str, bytes] | None = None) -> Path:
@@ -128,6 +127,15 @@ def test_nothing_is_run(tmp_path: Path, name: str, wrap: Callable[[Path, bytes],
     assert not hasattr(torch._utils._rebuild_tensor_v2, "x")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_pickles_may_not_even_name_it(tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    path = as_pickle(tmp_path / "file.pkl", attacks(marker)[name])
+    with pytest.raises(UserError, match=r"refused: it (names|uses)"):
+        load_plain_pickle(path)
+    assert not marker.exists()
+
+
 def test_source_of_a_pickled_module_makes_no_patch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +189,8 @@ def test_claims_cost_no_memory(tmp_path: Path, program: bytes) -> None:
         with contextlib.suppress(UserError):
             content = read_foreign(path).content
             assert not isinstance(content, dict) or "w" not in content
+        with contextlib.suppress(UserError):
+            assert load_plain_pickle(path) in ([], LEGACY_MAGIC)  # nothing of what is claimed
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5_000_000
@@ -192,6 +202,19 @@ def test_nesting_does_not_overflow(tmp_path: Path) -> None:
         read_foreign(as_pickle(tmp_path / "key.pkl", deep_key))
     deep_list = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
     assert "not importable" in describe(as_pickle(tmp_path / "list.pkl", deep_list))
+    with pytest.raises(UserError, match="refused: maximum recursion depth"):
+        load_plain_pickle(tmp_path / "list.pkl")
     doubled = b"q\x000](h\x00h\x00e" * 60  # each list holds the last one twice: 2**60 leaves
     laughs = b"\x80\x02}(S'state_dict'\n]" + doubled + b"u."
     assert "not importable" in describe(as_pickle(tmp_path / "laughs.pkl", laughs))
+    assert len(load_plain_pickle(tmp_path / "laughs.pkl")["state_dict"]) == 2
+
+
+def test_plain_values_that_are_shared_or_hold_themselves(tmp_path: Path) -> None:
+    own: list[Any] = [np.arange(6.0).reshape(2, 3).T]
+    own += [own, own[0]]
+    path = as_pickle(tmp_path / "own.pkl", pickle.dumps(own))
+    array, inner, same = load_plain_pickle(path)
+    assert inner[0] is array is same
+    assert array.flags.f_contiguous
+    assert array.tolist() == own[0].tolist()
