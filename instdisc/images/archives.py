@@ -1,51 +1,32 @@
 """CIFAR-10, CIFAR-100 and Fashion-MNIST from their official files, without unpickling code."""
 
 import gzip
-import pickle
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from instdisc.errors import UserError
+from instdisc.untrusted.containers import load_plain_pickle
+from instdisc.untrusted.limits import read_up_to
 
 Archive = tuple[str, tuple[str, ...], np.ndarray, np.ndarray]
 
+MAX_BYTES = 1 << 28  # unpacked; the largest official file has 47 million
 CIFAR10 = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
 FASHION = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
-# All that the pickled CIFAR files need to rebuild their arrays.
-ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    ("_codecs", "encode"),
-}
 
 
-class ArrayUnpickler(pickle.Unpickler):
-    """Reads a pickle of dicts, lists, strings and arrays, and refuses anything else in it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Looks up the few functions that rebuild an array."""
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR file")
-        return super().find_class(module, name)
-
-
-def _read_pickle(path: Path) -> dict[bytes, Any]:
+def _read_pickle(path: Path) -> dict[str, Any]:
+    """Arrays and lists by name; the official files have text of Python 2, copies may have bytes."""
     try:
-        with path.open("rb") as file:
-            content = ArrayUnpickler(file, encoding="bytes").load()
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: unpack the official archive again") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
+        content = load_plain_pickle(path)
+        return {k.decode() if isinstance(k, bytes) else k: v for k, v in content.items()}
+    except (UserError, AttributeError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path} is not an official CIFAR file ({error}): unpack it again"
+            f"{path} is not an official CIFAR file: unpack the archive again ({error})"
         ) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not an official CIFAR file: unpack the archive again")
-    return content
 
 
 def _read_bytes(path: Path) -> np.ndarray:
@@ -53,7 +34,10 @@ def _read_bytes(path: Path) -> np.ndarray:
     try:
         if packed.exists() and not path.exists():
             with gzip.open(packed, "rb") as file:
-                return np.frombuffer(file.read(), dtype=np.uint8)
+                content = read_up_to(file, MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise UserError(f"{packed} unpacks to more than {MAX_BYTES:,} bytes: refused")
+            return np.frombuffer(content, dtype=np.uint8)
         return np.fromfile(path, dtype=np.uint8)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: unpack the official archive again") from None
@@ -89,8 +73,8 @@ def _read_cifar10(root: Path, split: str) -> Archive:
         parts = []
         for path in (root / name for name in names):
             content = _read_pickle(path)
-            pixels = np.asarray(content.get(b"data"))
-            labels = np.asarray(content.get(b"labels"), dtype=np.int64)
+            pixels = np.asarray(content.get("data"))
+            labels = np.asarray(content.get("labels"), dtype=np.int64)
             parts.append((_to_images(pixels, path), labels))
     images, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
     return "cifar10", tuple(CIFAR10.split(",")), images, labels
@@ -102,8 +86,8 @@ def _read_cifar100(root: Path, split: str) -> Archive:
         images, labels = _records(root / f"{name}.bin", 2)
     else:
         content = _read_pickle(root / name)
-        images = _to_images(np.asarray(content.get(b"data")), root / name)
-        labels = np.asarray(content.get(b"fine_labels"), dtype=np.int64)
+        images = _to_images(np.asarray(content.get("data")), root / name)
+        labels = np.asarray(content.get("fine_labels"), dtype=np.int64)
     return "cifar100", tuple(f"class{i:02d}" for i in range(100)), images, labels
 
 
@@ -113,10 +97,10 @@ def _idx(path: Path, ndim: int) -> np.ndarray:
     header = 4 + 4 * ndim
     if raw.size < header or raw[:4].tolist() != [0, 0, 8, ndim]:
         raise UserError(f"{path} is not an official Fashion-MNIST file: download it again")
-    shape = np.frombuffer(raw[4:header].tobytes(), dtype=">i4")
-    if raw.size - header != int(np.prod(shape.astype(np.int64))):
+    shape = np.frombuffer(raw[4:header].tobytes(), dtype=">i4").tolist()
+    if min(shape) < 1 or raw.size - header != math.prod(shape):
         raise UserError(f"{path} is truncated: download it again")
-    return raw[header:].reshape(tuple(int(side) for side in shape))
+    return raw[header:].reshape(shape)
 
 
 def _read_fashion(root: Path, split: str) -> Archive:

@@ -1,14 +1,16 @@
 """Random views of an image: what is drawn, apart from how it is computed.
 
 The distribution is that of torchvision's RandomResizedCrop, RandomGrayscale, ColorJitter and
-RandomHorizontalFlip in this order, as the authors' code has them; tests compare the two. All draws
-of a view are one call of torch's CPU generator. Pixels go from the decoder to the normalised
-tensor through a few calls that loop in C, and colours are handled in bytes until the last of them.
+RandomHorizontalFlip in this order, as the authors' code has them, and of AlexNet's lighting noise
+where it is asked for; tests compare the two. All draws of a view are one call of torch's CPU
+generator. Pixels go from the decoder to the normalised tensor through a few calls that loop in C,
+and colours are handled in bytes until the last of them.
 """
 
 import dataclasses
 import itertools
 import math
+import statistics
 
 import cv2
 import numpy as np
@@ -16,17 +18,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from instdisc.images.decode import to_rgb
+from instdisc.images.decode import Jpeg, to_rgb
 
 RATIO = (3 / 4, 4 / 3)  # of width to height
 ATTEMPTS = 10  # crops that do not fit are drawn again; then the largest central one is taken
 NUM_DRAWS = 32
+# Principal components of ImageNet's colours: deviations, and directions as columns (AlexNet's
+# lighting noise, with the numbers that public code has).
+COLOR_DEVIATIONS = np.array([0.2175, 0.0188, 0.0045])
+COLOR_DIRECTIONS = np.array(
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
+)
 ORDERS = tuple(itertools.permutations(("brightness", "contrast", "saturation", "hue")))
 LUMINANCE = (0.299, 0.587, 0.114)
 # A JPEG is decoded at 1/2, 1/4 or 1/8 where the crop then still has this many times the pixels of
 # the output on each side, so that most of the smoothing is still done by the resize.
 REDUCTION_MARGIN = 1.5
-_LEVELS = np.arange(256, dtype=np.float32)
+LEVELS = np.arange(256, dtype=np.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +47,7 @@ class View:
         flip: whether left and right are exchanged.
         order: names of the jitter's operations, in the order of their use; none without jitter.
         factors: of brightness, contrast, saturation (1 changes nothing) and hue (0 does).
+        light: what is added to red, green and blue, as parts of the whole range.
     """
 
     box: tuple[int, int, int, int]
@@ -46,6 +55,7 @@ class View:
     flip: bool = False
     order: tuple[str, ...] = ()
     factors: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 0.0)
+    light: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def draw_box(
@@ -73,28 +83,24 @@ def draw_box(
     return left, top, left + w, top + h
 
 
-def read_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> np.ndarray:
-    """Decodes the crop as RGB bytes `(H, W, 3)`, already of `size` if it came reduced.
+def read_crop(image: Image.Image | Jpeg, box: tuple[int, int, int, int], size: int) -> np.ndarray:
+    """Decodes the crop as RGB bytes `(H, W, 3)`, reduced where `size` allows.
+
+    The edges of a reduced crop are the nearest ones between its pixels.
 
     Args:
         image: an opened image, decoded or not.
         box: left, top, right, bottom in its pixels.
         size: side of the output that the crop is for.
     """
-    width, height = image.size
-    shortest = min(box[2] - box[0], box[3] - box[1])
+    if not isinstance(image, Jpeg):
+        return np.asarray((image if image.mode == "RGB" else to_rgb(image)).crop(box))
+    left, top, right, bottom = box
+    shortest = min(right - left, bottom - top)
     scale = next((s for s in (8, 4, 2) if shortest >= s * size * REDUCTION_MARGIN), 1)
-    drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
-    if image.mode != "RGB":
-        image = to_rgb(image)
-    if drafted is None:  # not a JPEG, decoded before, or wanted whole
-        return np.asarray(image.crop(box))
-    across, down = drafted[1][2] / width, drafted[1][3] / height
-    left, top, right, bottom = box[0] * across, box[1] * down, box[2] * across, box[3] * down
-    x, y = int(left), int(top)
-    part = image.crop((x, y, math.ceil(right), math.ceil(bottom)))
-    inner = (left - x, top - y, right - x, bottom - y)
-    return np.asarray(part.resize((size, size), Image.Resampling.BILINEAR, box=inner))
+    pixels = image.decode(bottom, scale)
+    left, top, right, bottom = (round(edge / scale) for edge in box)
+    return pixels[top:bottom, left:right]
 
 
 def resize(pixels: np.ndarray, size: int) -> np.ndarray:
@@ -110,10 +116,14 @@ def resize(pixels: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
 
-def _blend(pixels: np.ndarray, other: float, factor: float) -> np.ndarray:
-    """`factor` of the pixels and the rest of one level, clipped and truncated as Pillow does."""
-    table = other + np.float32(factor) * (_LEVELS - np.float32(other))
-    return cv2.LUT(pixels, np.minimum(np.maximum(table, 0), 255).astype(np.uint8))
+def _blend(table: np.ndarray, other: float, factor: float) -> np.ndarray:
+    """`factor` of the levels and the rest of one level, clipped and truncated as Pillow does."""
+    blended = other + np.float32(factor) * (table.astype(np.float32) - np.float32(other))
+    return np.minimum(np.maximum(blended, 0), 255).astype(np.uint8)
+
+
+def _apply(table: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    return pixels if table is LEVELS else cv2.LUT(pixels, table)
 
 
 def _mean_luminance(pixels: np.ndarray) -> int:
@@ -125,16 +135,23 @@ def _mean_luminance(pixels: np.ndarray) -> int:
 
 def jitter(
     pixels: np.ndarray, order: tuple[str, ...], factors: tuple[float, float, float, float]
-) -> np.ndarray:
-    """Changes brightness, contrast, saturation, hue of `(H, W, 3)` bytes; `(H, W)` if all gray."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Changes brightness, contrast, saturation, hue of `(H, W, 3)` bytes; `(H, W)` if all gray.
+
+    Returns:
+        Pixels, and a table `(256,)` of what is still to become of each of their levels.
+    """
     brightness, contrast, saturation, hue = factors
+    table = LEVELS
     for name in order:
         if name == "brightness":
-            pixels = _blend(pixels, 0, brightness)
-        elif name == "contrast":
-            pixels = _blend(pixels, _mean_luminance(pixels), contrast)
-        elif pixels.ndim == 2:
+            table = _blend(table, 0, brightness)
+            continue
+        if name != "contrast" and (pixels.ndim == 2 or (name == "hue" and hue == 0)):
             continue  # without colours, saturation and hue change nothing
+        pixels, table = _apply(table, pixels), LEVELS
+        if name == "contrast":
+            table = _blend(table, _mean_luminance(pixels), contrast)
         elif name == "saturation":
             gray = cv2.cvtColor(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), cv2.COLOR_GRAY2RGB)
             # It rounds where torchvision truncates: nearly half a level less makes up for that.
@@ -142,9 +159,9 @@ def jitter(
         else:
             # In floats: as fast as in bytes, and free of the steps of an 8-bit hue.
             hsv: np.ndarray = cv2.cvtColor(pixels.astype(np.float32), cv2.COLOR_RGB2HSV)
-            hsv[..., 0] += np.float32(360 * (hue % 1))
-            pixels = cv2.convertScaleAbs(cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB))
-    return pixels
+            turned = cv2.add(hsv, (360 * (hue % 1), 0, 0, 0), dst=hsv)  # type: ignore[call-overload]  # its types lack scalars
+            pixels = cv2.convertScaleAbs(cv2.cvtColor(turned, cv2.COLOR_HSV2RGB))
+    return pixels, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +174,9 @@ class RandomView:
         std: per-channel standard deviation.
         min_scale: smallest share of the image's area that a crop has.
         gray: probability of dropping the colours.
-        strength: of the colour jitter, for all four of its operations; 0 for none.
+        strength: of the colour jitter, for all of its operations; 0 for none.
+        hue: whether it shifts hues too.
+        lighting: deviation of the noise along ImageNet's principal colours; 0 for none.
         flip: whether views are flipped half of the time.
     """
 
@@ -167,44 +186,82 @@ class RandomView:
     min_scale: float
     gray: float = 0.0
     strength: float = 0.0
+    hue: bool = True
+    lighting: float = 0.0
     flip: bool = True
 
     def __post_init__(self) -> None:
         mean, std = np.array(self.mean), np.array(self.std)
-        table = (np.arange(256)[:, None] / 255 - mean) / std
-        # The normalised value of each level of each channel: the conversion is one look-up.
-        object.__setattr__(self, "_table", table[None].astype(np.float32))
+        normalized = (LEVELS[:, None] / 255 - mean) / std
+        object.__setattr__(self, "_normalized", normalized[None].astype(np.float32))
 
-    def draw(self, width: int, height: int) -> View:
-        """Draws a view of an image of this size from torch's CPU generator."""
-        draws = torch.rand(NUM_DRAWS).tolist()
+    def draw(self, width: int, height: int, generator: torch.Generator | None = None) -> View:
+        """Draws a view of an image of this size from a generator; else from torch's own."""
+        draws = torch.rand(NUM_DRAWS, generator=generator).tolist()
         used = 2 * ATTEMPTS + 2
         box = draw_box(width, height, self.min_scale, draws[:used])
         u_gray, u_flip, u_order, *u_factors = draws[used : used + 7]
         gray, flip = u_gray < self.gray, self.flip and u_flip < 0.5
+        light = self._draw_light(draws[used + 7 : used + 10])
         if not self.strength:
-            return View(box, gray, flip)
+            return View(box, gray, flip, light=light)
         steps = [self.strength * (2 * u - 1) for u in u_factors]
-        factors = (1 + steps[0], 1 + steps[1], 1 + steps[2], steps[3])
-        return View(box, gray, flip, ORDERS[int(u_order * len(ORDERS))], factors)
+        factors = (1 + steps[0], 1 + steps[1], 1 + steps[2], steps[3] if self.hue else 0.0)
+        return View(box, gray, flip, ORDERS[int(u_order * len(ORDERS))], factors, light)
 
-    def render(self, crop: np.ndarray, view: View) -> Tensor:
-        """The view, from the pixels of its box."""
+    def _draw_light(self, draws: list[float]) -> tuple[float, float, float]:
+        if not self.lighting:
+            return 0.0, 0.0, 0.0
+        normal = statistics.NormalDist(sigma=self.lighting)
+        # A draw may be 0, where a normal variable is infinite.
+        amounts = np.array([normal.inv_cdf(max(u, 1e-9)) for u in draws])
+        red, green, blue = (COLOR_DIRECTIONS * (amounts * COLOR_DEVIATIONS)).sum(axis=1).tolist()
+        return red, green, blue
+
+    def _paint(self, crop: np.ndarray, view: View) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes `(size, size, 3)` from the pixels of the box, and what each level still becomes."""
         pixels = resize(crop, self.size)
         if view.gray:
             pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
-        pixels = jitter(pixels, view.order, view.factors)
+        pixels, table = jitter(pixels, view.order, view.factors)
         if view.flip:
             pixels = cv2.flip(pixels, 1)
         if pixels.ndim == 2:
             pixels = cv2.cvtColor(pixels, cv2.COLOR_GRAY2RGB)
-        return torch.from_numpy(cv2.LUT(pixels, self._table)).permute(2, 0, 1)  # type: ignore[attr-defined]  # set above
+        return pixels, table
 
-    def look(self, image: Image.Image) -> tuple[np.ndarray, View]:
-        """Draws a view of an opened image and decodes what it needs."""
+    def render_bytes(
+        self, crop: np.ndarray, view: View, target: np.ndarray | None = None
+    ) -> Tensor:
+        """The view before it is normalised; without lighting noise, which is no level.
+
+        Args:
+            crop: the pixels of its box.
+            view: what was drawn.
+            target: where to write the result, `(size, size, 3)`; None for new memory.
+        """
+        pixels, table = self._paint(crop, view)
+        return torch.from_numpy(cv2.LUT(pixels, table, dst=target)).permute(2, 0, 1)
+
+    @property
+    def level_values(self) -> Tensor:
+        """The normalised value of each level of each channel, `(3, 256)`."""
+        normalized: np.ndarray = self._normalized  # type: ignore[attr-defined]  # set above
+        return torch.from_numpy(normalized[0].T.copy())
+
+    def render(self, crop: np.ndarray, view: View, target: np.ndarray | None = None) -> Tensor:
+        """The view, from the pixels of its box; arguments as those of `render_bytes`."""
+        pixels, table = self._paint(crop, view)
+        # The normalised value of each level of each channel: the conversion is one look-up.
+        normalized: np.ndarray = self._normalized  # type: ignore[attr-defined]  # set above
+        if table is not LEVELS:
+            normalized = cv2.LUT(cv2.cvtColor(table[None], cv2.COLOR_GRAY2RGB), normalized)
+        values: np.ndarray = cv2.LUT(pixels, normalized, dst=target)
+        if any(view.light):
+            values += (np.array(view.light) / np.array(self.std)).astype(np.float32)
+        return torch.from_numpy(values).permute(2, 0, 1)
+
+    def __call__(self, image: Image.Image | Jpeg) -> Tensor:
+        """A random view of an opened image."""
         view = self.draw(*image.size)
-        return read_crop(image, view.box, self.size), view
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        """A random view."""
-        return self.render(*self.look(image))
+        return self.render(read_crop(image, view.box, self.size), view)

@@ -8,7 +8,9 @@ from typing import Literal
 from instdisc.errors import UserError
 from instdisc.names import DATA_VARIABLE
 
-Kind = Literal["folder", "cifar10", "cifar100", "fashion-mnist", "demo"]
+Kind = Literal["folder", "list", "tar", "cifar10", "cifar100", "fashion-mnist", "demo"]
+IN_FILES = ("folder", "list", "tar")  # kinds of which every image is a file
+LIST_ENDINGS = (".txt", ".csv")
 
 # The official archives, as they unpack: a file that only this data set has.
 OFFICIAL_FILES: tuple[tuple[Kind, str], ...] = (
@@ -71,8 +73,13 @@ def locate_data(
         return DataLocation("demo", None)
     root = Path(named).expanduser()
     if not root.is_dir():
+        if root.is_file() and root.suffix.lower() in (*LIST_ENDINGS, ".tar"):
+            return DataLocation("tar" if root.suffix.lower() == ".tar" else "list", root)
         what = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"{source} {root} {what}: name the folder that holds the images")
+        raise UserError(
+            f"{source} {root} {what}: name the folder that holds the images, a list of them "
+            "(.txt, .csv) or a .tar archive"
+        )
     for folder in (root, *(root / name for name in OFFICIAL_FOLDERS)):
         kind = _official_kind(folder)
         if kind is not None:

@@ -19,6 +19,7 @@ from instdisc.images.sets import ImageSet
 from instdisc.names import SubsetMode
 from instdisc.runs.log import LOGGER
 from instdisc.training.seed import generator
+from instdisc.untrusted.limits import read_limited
 
 MIN_FRACTION = 0.001
 
@@ -131,7 +132,7 @@ def read_list(images: ImageSet, path: Path) -> LabeledSubset:
         UserError: the list is empty, or names images that this data set does not have.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_limited(path).splitlines()
     except FileNotFoundError:
         raise UserError(f"--list {path}: no such file") from None
     except IsADirectoryError:

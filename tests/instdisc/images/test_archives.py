@@ -3,6 +3,7 @@
 import gzip
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ def test_cifar10_binary_and_pickled_files_agree(tmp_path: Path) -> None:
     for i in range(5):
         rows = np.concatenate([LABELS[:, None].astype(np.uint8), planes(PIXELS)], axis=1)
         rows.tofile(binary / f"data_batch_{i + 1}.bin")
-        content = {b"data": planes(PIXELS), b"labels": LABELS.tolist()}
+        content: dict[Any, Any] = {b"data": planes(PIXELS), b"labels": LABELS.tolist()}
+        if i % 2:  # text, as in the official files
+            content = {name.decode(): value for name, value in content.items()}
         (pickled / f"data_batch_{i + 1}").write_bytes(pickle.dumps(content, protocol=2))
     for root in (binary, pickled):
         name, classes, images, labels = archives.read("cifar10", root, "train")
@@ -88,6 +91,14 @@ def test_damaged_files_say_so(tmp_path: Path, content: bytes) -> None:
             archives.read(kind, tmp_path, "train")
 
 
+@pytest.mark.parametrize("sides", [(2, 0, -1), (0, 4, 4), (-1, -1, 16), (2**31 - 1,) * 3])
+def test_sides_that_no_image_has_are_refused(tmp_path: Path, sides: tuple[int, ...]) -> None:
+    header = bytes([0, 0, 8, 3]) + np.array(sides, ">i4").tobytes()
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(header + bytes(max(0, np.prod(sides) % 64)))
+    with pytest.raises(UserError, match="truncated"):
+        archives.read("fashion-mnist", tmp_path, "train")
+
+
 def test_real_cifar_images_are_images(shared_data: Path) -> None:
     root = shared_data / "cifar10-mini" / "cifar-10-batches-bin"
     _, _, images, labels = archives.read("cifar10", root, "train")
@@ -96,3 +107,12 @@ def test_real_cifar_images_are_images(shared_data: Path) -> None:
     # Neighbouring pixels of a photograph are alike; of misread bytes they are not.
     steps = np.abs(np.diff(images.astype(int), axis=2)).mean()
     assert steps < 15
+
+
+def test_a_file_that_unpacks_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archives, "MAX_BYTES", 3_000_000)
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(10**7)))
+    with pytest.raises(UserError, match="unpacks to more than 3,000,000 bytes"):
+        archives.read("fashion-mnist", tmp_path, "train")

@@ -1,5 +1,6 @@
 """Random views against torchvision: the distribution of what is drawn, and the pixels it gives."""
 
+import dataclasses
 import io
 import math
 from collections import Counter
@@ -15,6 +16,8 @@ from torchvision.transforms.v2 import functional
 
 from instdisc.images import augmentation
 from instdisc.images.augmentation import (
+    COLOR_DEVIATIONS,
+    COLOR_DIRECTIONS,
     ORDERS,
     RandomView,
     View,
@@ -23,6 +26,7 @@ from instdisc.images.augmentation import (
     read_crop,
     resize,
 )
+from instdisc.images.decode import Jpeg, open_image, to_rgb
 from instdisc.images.transforms import InputSpec, finetune_transform, pretrain_transform
 
 NUM = 5000
@@ -144,7 +148,8 @@ def test_crop_and_resize_give_torchvisions_pixels(size: int) -> None:
 def one_step(name: str, factor: float, pixels: np.ndarray) -> np.ndarray:
     names = ("brightness", "contrast", "saturation", "hue")
     factors = tuple(factor if name == each else 1.0 for each in names)
-    return levels(jitter(pixels, (name,), factors))  # type: ignore[arg-type]
+    changed, table = jitter(pixels, (name,), factors)  # type: ignore[arg-type]
+    return levels(table[changed])
 
 
 @pytest.mark.parametrize("factor", [0.6, 0.87, 1.0, 1.15, 1.4])
@@ -206,6 +211,35 @@ def test_the_tensor_is_normalised_and_stored_channels_last() -> None:
     assert torch.equal(turned, tensor.flip(2))
 
 
+def test_lighting_noise_is_that_of_public_code() -> None:
+    """Shifts of a whole view along ImageNet's principal colours, and nothing else."""
+    transform = RandomView(8, (0.5, 0.5, 0.5), (0.5, 0.25, 1.0), 0.2, lighting=0.1, flip=False)
+    crop = np.array(photo(8, 8))
+    torch.manual_seed(0)
+    views = [transform.draw(8, 8) for _ in range(4000)]
+    plain = transform.render(crop, dataclasses.replace(views[0], light=(0.0, 0.0, 0.0)))
+    shift = (transform.render(crop, views[0]) - plain).flatten(1)
+    expected = torch.tensor(views[0].light) / torch.tensor((0.5, 0.25, 1.0))
+    torch.testing.assert_close(shift, expected[:, None].expand_as(shift).float())
+    lights = np.array([view.light for view in views])
+    directions, deviations = COLOR_DIRECTIONS, 0.1 * COLOR_DEVIATIONS
+    covariance = (directions * deviations**2) @ directions.T
+    np.testing.assert_allclose(np.cov(lights.T), covariance, atol=0.06 * covariance.max())
+    assert np.abs(lights.mean(axis=0)).max() < 3 * math.sqrt(covariance.max() / 4000)
+
+
+def test_jitter_without_hue_leaves_hues_alone() -> None:
+    transform = RandomView(48, (0, 0, 0), (1, 1, 1), 0.2, strength=0.4, hue=False)
+    torch.manual_seed(0)
+    views = [transform.draw(200, 150) for _ in range(50)]
+    assert {view.factors[3] for view in views} == {0.0}
+    assert len({view.factors[:3] for view in views}) == 50
+    pixels = np.array(photo(48, 48))
+    same, table = jitter(pixels, ("hue",), (1.0, 1.0, 1.0, 0.0))
+    assert np.array_equal(same, pixels)
+    assert np.array_equal(table, np.arange(256))
+
+
 def jpeg(image: Image.Image) -> io.BytesIO:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=95)
@@ -216,11 +250,10 @@ def jpeg(image: Image.Image) -> io.BytesIO:
 @pytest.mark.parametrize(("side", "reduced"), [(300, True), (191, False)])
 def test_jpegs_are_decoded_reduced_only_when_the_crop_allows(side: int, reduced: bool) -> None:
     """64 pixels from a decode at 1/2 want a crop of 2 * 64 * 1.5 = 192 pixels or more."""
-    image = Image.open(jpeg(photo(501, 375)))
-    box = (31, 20, 31 + side, 20 + side)
-    crop = read_crop(image, box, 64)
-    assert image.size == ((251, 188) if reduced else (501, 375))
-    assert crop.shape == ((64, 64, 3) if reduced else (side, side, 3))
+    box = (30, 20, 30 + side, 20 + side)
+    with open_image(jpeg(photo(501, 375))) as image:
+        crop = read_crop(image, box, 64)
+    assert crop.shape == ((side // 2, side // 2, 3) if reduced else (side, side, 3))
     whole = Image.open(jpeg(photo(501, 375))).convert("RGB")
     expected = levels(resize(read_crop(whole, box, 64), 64))
     difference = np.abs(levels(resize(crop, 64)) - expected)
@@ -228,16 +261,29 @@ def test_jpegs_are_decoded_reduced_only_when_the_crop_allows(side: int, reduced:
 
 
 def test_a_reduced_decode_looks_at_the_same_place() -> None:
-    """A ramp tells where each output pixel came from: within a fifth of an input pixel."""
+    """A ramp tells where each output pixel came from: within a fifth of an input pixel.
+
+    At 1/8, where the edges of the crop fall on those of reduced pixels.
+    """
     ramp = np.tile(np.linspace(0, 255, 512).astype(np.uint8), (384, 1))
     ramp = np.stack([ramp, ramp, ramp], axis=2)
-    for left in (3, 20, 101):
-        box = (left, 11, left + 397, 11 + 301)
-        image = Image.open(jpeg(Image.fromarray(ramp)))
-        ours = levels(resize(read_crop(image, box, 32), 32)).mean(axis=(0, 2))
-        assert image.size[0] < 512
-        theirs = levels(resize(ramp[box[1] : box[3], box[0] : box[2]].copy(), 32)).mean(axis=(0, 2))
+    for left in (0, 24, 104):
+        box = (left, 8, left + 400, 8 + 304)
+        with open_image(jpeg(Image.fromarray(ramp))) as image:
+            crop = read_crop(image, box, 24)
+        assert crop.shape == (38, 50, 3)
+        ours = levels(resize(crop, 24)).mean(axis=(0, 2))
+        theirs = levels(resize(ramp[box[1] : box[3], box[0] : box[2]].copy(), 24)).mean(axis=(0, 2))
         assert np.abs(ours - theirs)[1:-1].mean() < 0.3
+
+
+def test_edges_of_a_reduced_crop_are_the_nearest_ones() -> None:
+    with open_image(jpeg(photo(501, 375))) as image:
+        assert isinstance(image, Jpeg)
+        whole = image.decode(scale=2)
+        for box in ((31, 20, 332, 317), (0, 0, 501, 375), (1, 1, 499, 373)):
+            left, top, right, bottom = (round(edge / 2) for edge in box)
+            assert np.array_equal(read_crop(image, box, 64), whole[top:bottom, left:right])
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK"])
@@ -253,10 +299,12 @@ def test_real_photographs_keep_their_look_when_decoded_reduced(shared_data: Path
     torch.manual_seed(0)
     differences = []
     for file in files:
-        with Image.open(file) as image, Image.open(file) as other:
+        with open_image(str(file)) as image:
             box = view.draw(*image.size).box
-            reduced = resize(read_crop(image, box, 64), 64)
-            whole = resize(read_crop(other.convert("RGB"), box, 64), 64)
-        differences.append(np.abs(levels(reduced) - levels(whole)).mean())
+            crop = read_crop(image, box, 64)
+            scale = round((box[2] - box[0]) / crop.shape[1])
+            nearest = tuple(scale * round(edge / scale) for edge in box)
+            whole = read_crop(to_rgb(image), nearest, 64)  # type: ignore[arg-type]
+        differences.append(np.abs(levels(resize(crop, 64)) - levels(resize(whole, 64))).mean())
     assert 0 < np.mean(differences) < 1.5
     assert augmentation.REDUCTION_MARGIN >= 1

@@ -1,7 +1,9 @@
 """Image sets: order, fingerprints, subsets, and what is done with files that are no images."""
 
+import hashlib
 import os
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,29 @@ def test_images_are_sorted_by_bytes_whatever_the_file_system_says(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)
     assert read_folder(other, "t", "train").fingerprint == images.fingerprint
+
+
+def test_the_fingerprint_is_that_of_a_plain_walk(tree: Path) -> None:
+    """Checkpoints of earlier versions hold it: it must never change."""
+    root = tree / "train"
+    write_image(root / "a-b" / ".thumbs" / "1.png", 7)  # "a-b/" comes before "a/", a before a-b
+    write_image(root / "a" / ".hidden.png", 8)
+    (root / "empty").mkdir()
+    (root / "b" / "linked").symlink_to(root / "c")
+    classes = ("a", "a-b", "b", "c", "empty")
+    rows = sorted(
+        (os.fsencode(os.path.relpath(Path(parent, file), root)), Path(parent, file).stat().st_size)
+        for parent, _, files in os.walk(root, followlinks=True)
+        for file in files
+        if not file.startswith(".")
+    )
+    labels = [classes.index(os.fsdecode(name).split("/")[0]) for name, _ in rows]
+    digest = hashlib.sha256(repr(classes).encode())
+    digest.update(b"\n".join(name for name, _ in rows))
+    digest.update(struct.pack(f"<{len(rows)}q", *labels))
+    digest.update(struct.pack(f"<{len(rows)}q", *(size for _, size in rows)))
+    assert read_folder(root, "t", "train").fingerprint == digest.hexdigest()
+    assert load_images(DataLocation("folder", tree), "train").fingerprint == digest.hexdigest()
 
 
 @pytest.mark.parametrize("change", ["rename", "resize", "remove", "relabel"])

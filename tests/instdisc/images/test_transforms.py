@@ -1,6 +1,7 @@
 """Pipelines: sizes, statistics, determinism of evaluation."""
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -30,6 +31,15 @@ def test_evaluation_is_the_centre_crop_normalised_in_rgb() -> None:
     ]
     found = eval_transform(spec)(PHOTO).numpy()
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_older_files_know_neither_interpolation_nor_squash() -> None:
+    spec = InputSpec(size=32, crop_ratio=0.9, interpolation="bicubic", squash=True)
+    assert InputSpec.from_dict(spec.to_dict()) == spec
+    old = {"size": 32, "mean": [0.5] * 3, "std": [0.5] * 3, "crop_ratio": 0.9}
+    assert InputSpec.from_dict(old) == InputSpec(32, (0.5,) * 3, (0.5,) * 3, 0.9, "bilinear", False)
+    with pytest.raises(ValueError, match="trilinear"):
+        InputSpec.from_dict({**old, "interpolation": "trilinear"})
 
 
 def test_flips_happen_half_of_the_time_or_never() -> None:
