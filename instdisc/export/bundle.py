@@ -17,6 +17,7 @@ from instdisc.export.describe import describe_checkpoint
 from instdisc.export.settings import ExportConfig
 from instdisc.export.verify import CONVERTERS, TOLERANCE, Verification, verify_target
 from instdisc.runs.folders import newest_backbone, provenance, write_json
+from instdisc.runs.log import progress
 
 FORMAT = "instdisc/export/1"
 REPORT = "report.json"
@@ -127,7 +128,7 @@ def export_backbone(
     folder.mkdir()
     try:
         entries: dict[str, Any] = {}
-        for target in targets:
+        for target in progress(targets, title="exporting", unit="libraries"):
             before = _files(folder)
             CONVERTERS[target].save(folder, source)
             check = verify_target(folder, target, source)

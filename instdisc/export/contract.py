@@ -10,7 +10,14 @@ from torch import Tensor, nn
 
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
-from instdisc.networks.backbones import Backbone, Embedding, restore_backbone
+from instdisc.networks.backbones import (
+    AnyBackbone,
+    Backbone,
+    Embedding,
+    restore_backbone,
+)
+from instdisc.networks.recording import recorded_outputs
+from instdisc.networks.timm_backbones import TimmBackbone
 from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 
 # The linear layers that transfer with AlexNet and VGG16, and the ReLU behind each.
@@ -32,15 +39,19 @@ class Source:
         backbone: in eval mode, float32, on the CPU, without its projection.
         spec: the pixels it wants.
         weights_sha256: hash of the checkpoint's trunk.
+        hashes: those by which result rows may name it: with its projection, and without.
+        pretraining: what the checkpoint knows of its training.
     """
 
-    backbone: Backbone
+    backbone: AnyBackbone
     spec: InputSpec
     weights_sha256: str
+    hashes: frozenset[str] = frozenset()
+    pretraining: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def arch(self) -> str:
-        """Its name in `instdisc.networks.backbones.ARCHS`."""
+        """Its name in `instdisc.networks.backbones.ARCHS`, or timm:NAME."""
         return self.backbone.arch
 
     @property
@@ -49,8 +60,14 @@ class Source:
         return self.backbone.stem == "small" and self.arch != "vgg16"
 
     @property
+    def taps(self) -> dict[str, str]:
+        """Where one of the paper's networks computes conv1..conv5."""
+        assert isinstance(self.backbone, Backbone)
+        return dict(self.backbone.taps)
+
+    @property
     def tensors(self) -> dict[str, Tensor]:
-        """The weights under torchvision's names."""
+        """The weights under torchvision's names, or timm's."""
         return {k: v.detach() for k, v in self.backbone.trunk.state_dict().items()}
 
 
@@ -61,8 +78,8 @@ class Loaded:
     Attributes:
         library: name and version.
         tensors: every backbone tensor of the library's model, under the file's names.
-        outputs: RGB bytes `(B, 3, H, W)` -> what the library computes from them: `conv1..conv5`,
-            and where the library has them `fc6`, `fc7`, `features`, `pixels` (the normalised
+        outputs: RGB bytes `(B, 3, H, W)` -> what the library computes from them: the stages, and
+            where the library has them `fc6`, `fc7`, `features`, `pixels` (the normalised
             images) and `transform` (the images after its evaluation pipeline).
     """
 
@@ -76,7 +93,11 @@ def build_source(payload: Mapping[str, Any]) -> Source:
     model = restore_backbone(payload)
     backbone = model.backbone if isinstance(model, Embedding) else model
     source = Source(
-        backbone.eval(), InputSpec.from_dict(payload["input"]), weights_hash(payload["trunk"])
+        backbone.eval(),
+        InputSpec.from_dict(payload["input"]),
+        weights_hash(payload["trunk"]),
+        frozenset(weights_hash(each.state_dict()) for each in (model, backbone)),
+        payload.get("pretraining") or {},
     )
     broken = [name for name, tensor in source.tensors.items() if not tensor.isfinite().all()]
     if broken:
@@ -91,8 +112,13 @@ def load_source(path: Path) -> Source:
     return build_source(load_checkpoint(path, "backbone"))
 
 
-def require_imagenet_stem(source: Source, library: str) -> None:
-    """Refuses the 32-pixel stem, which the library cannot build."""
+def require_buildable(source: Source, library: str) -> None:
+    """Refuses timm's networks and the 32-pixel stem, which the library cannot build."""
+    if not isinstance(source.backbone, Backbone):
+        raise UserError(
+            f"{library} does not build {source.arch}, only the paper's networks: export it with "
+            "`--to timm`"
+        )
     if source.small_stem:
         raise UserError(
             f"{library} builds {source.arch} only with the ImageNet stem, and this one was trained "
@@ -109,23 +135,16 @@ def normalize(images: Tensor, mean: Any, std: Any) -> Tensor:
 @torch.no_grad()
 def record_outputs(model: nn.Module, taps: Mapping[str, str], inputs: Tensor) -> dict[str, Tensor]:
     """Outputs of the named modules in one forward pass, and `features`, the model's own."""
-    found: dict[str, Tensor] = {}
+    modules = {label: model.get_submodule(name) for label, name in taps.items()}
+    with recorded_outputs(modules) as found:
+        features = model(inputs)
+    return {**found, "features": features}
 
-    def keep(label: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            found[label] = output
 
-        return hook
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(keep(label)) for label, name in taps.items()
-    ]
-    try:
-        found["features"] = model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
+@torch.no_grad()
+def record_timm(backbone: TimmBackbone, inputs: Tensor) -> dict[str, Tensor]:
+    """The same of a timm network, as timm itself gives them."""
+    return {**backbone.stages(inputs), "features": backbone(inputs)}
 
 
 def build_unset(build: Callable[[], nn.Module]) -> nn.Module:

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from instdisc.export.contract import FC_LAYERS, Source, require_imagenet_stem
+from instdisc.export.contract import FC_LAYERS, Source, require_buildable
 from instdisc.export.fold import fold_trunk
 from instdisc.runs.folders import atomic_file, write_text
 
@@ -51,7 +51,7 @@ def resnet_name(name: str) -> str:
 
 def to_detectron2(source: Source) -> dict[str, Tensor]:
     """Weights under Detectron2's names; the counters of batch norm have no place there."""
-    require_imagenet_stem(source, "Detectron2")
+    require_buildable(source, "Detectron2")
     if source.arch.startswith("resnet"):
         return {
             resnet_name(name): tensor

@@ -22,10 +22,21 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
 from instdisc.export import timm_models  # noqa: F401 # registers AlexNet and the small stems
-from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_outputs
+from instdisc.export.card import write_card
+from instdisc.export.contract import (
+    FC_TAPS,
+    Loaded,
+    Source,
+    normalize,
+    record_outputs,
+    record_timm,
+)
 from instdisc.export.fold import fold_trunk
 from instdisc.images.transforms import InputSpec
-from instdisc.runs.folders import atomic_file, write_json
+from instdisc.networks.backbones import Backbone
+from instdisc.networks.timm_backbones import TimmBackbone
+from instdisc.runs.folders import atomic_file, write_json, write_text
+from instdisc.runs.results import check_results
 
 FOLDER = "timm"
 _VGG_RENAMED = {"classifier.0": "pre_logits.fc1", "classifier.3": "pre_logits.fc2"}
@@ -34,6 +45,8 @@ _VGG_TAPS = {"fc6": "pre_logits.act1", "fc7": "pre_logits.act2"}
 
 def timm_name(source: Source) -> str:
     """The entry point in timm's registry that takes the weights."""
+    if isinstance(source.backbone, TimmBackbone):
+        return source.backbone.trunk.pretrained_cfg["architecture"]
     if source.arch == "vgg16":
         return "vgg16_bn" if source.backbone.batch_norm else "vgg16"
     if source.arch.startswith("resnet") and source.small_stem:
@@ -76,35 +89,70 @@ def timm_config(source: Source) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architecture": timm_name(source),
         "num_classes": 0,
-        "num_features": source.backbone.channels[-1],
     }
     if source.arch == "alexnet" and source.small_stem:
         config["model_args"] = {"stem": "small"}
+    own: dict[str, Any] = {"first_conv": "conv1" if resnet else "features.0"}
+    own |= {"classifier": classifier, "fixed_input_size": False}
+    if isinstance(source.backbone, TimmBackbone):
+        trunk = source.backbone.trunk
+        own = {name: trunk.pretrained_cfg.get(name) for name in own}
+        if own["fixed_input_size"]:
+            config["model_args"] = {"img_size": source.spec.size}
+        if _stand_in(source):
+            config["num_classes"] = 1
+            config["model_args"]["num_classes"] = 0
+        config["num_features"] = trunk.num_features
+    else:
+        config["num_features"] = source.backbone.channels[-1]
     config["pretrained_cfg"] = {
         "tag": "instdisc",
         "custom_load": False,
         "input_size": [3, source.spec.size, source.spec.size],
-        "fixed_input_size": False,
-        "interpolation": "bilinear",
+        "interpolation": source.spec.interpolation,
         "crop_pct": crop_pct(source.spec),
-        "crop_mode": "center",
+        "crop_mode": "squash" if source.spec.squash else "center",
         "mean": list(source.spec.mean),
         "std": list(source.spec.std),
         "num_classes": 0,
-        "first_conv": "conv1" if resnet else "features.0",
-        "classifier": classifier,
+        **own,
     }
     return config
 
 
+def _stand_in(source: Source) -> dict[str, Tensor]:
+    """A classifier of one class for Swin, which timm drops when it opens the file.
+
+    A file without any timm takes for one of Swin's authors, and renames its layers.
+    """
+    if not timm_name(source).startswith("swin_"):
+        return {}
+    return {
+        "head.fc.weight": torch.zeros(1, source.backbone.feature_dim),
+        "head.fc.bias": torch.zeros(1),
+    }
+
+
 def save_timm(folder: Path, source: Source) -> None:
     """Writes the folder."""
-    tensors = {name: tensor.contiguous() for name, tensor in to_timm(source).items()}
+    whole = {**to_timm(source), **_stand_in(source)}
+    tensors = {name: tensor.contiguous() for name, tensor in whole.items()}
     # Serialised in memory first: the library's own writer hides why a write failed.
     content = safetensors.torch.save(tensors, metadata={"format": "pt"})
     with atomic_file(folder / FOLDER / "model.safetensors") as file:
         file.write(content)
-    write_json(folder / FOLDER / "config.json", timm_config(source))
+    config = timm_config(source)
+    write_json(folder / FOLDER / "config.json", config)
+    rows, _ = check_results()  # damaged rows are another command's business
+    card = write_card(
+        arch=source.arch,
+        width=config["num_features"],
+        needs_import=source.arch == "alexnet" or source.small_stem,
+        sha256=source.weights_sha256,
+        pretraining=source.pretraining,
+        rows=[row for row in rows if row.weights_hash in source.hashes],
+    )
+    write_text(folder / FOLDER / "README.md", card)
 
 
 def load_timm(folder: Path, source: Source) -> Loaded:
@@ -112,7 +160,7 @@ def load_timm(folder: Path, source: Source) -> Loaded:
     model: Any = timm.create_model(f"local-dir:{folder / FOLDER}", pretrained=True).eval()
     data = resolve_model_data_config(model)
     transform = create_transform(**data, is_training=False)
-    taps = dict(source.backbone.taps)
+    taps = source.taps if isinstance(source.backbone, Backbone) else {}
     if source.arch == "alexnet":
         stages = zip(taps, model.feature_info, strict=True)
         taps = {stage: info["module"] for stage, info in stages} | FC_TAPS["alexnet"]
@@ -121,7 +169,10 @@ def load_timm(folder: Path, source: Source) -> Loaded:
 
     def outputs(images: Tensor) -> dict[str, Tensor]:
         pixels = normalize(images, data["mean"], data["std"])
-        found = record_outputs(model, taps, pixels)
+        if isinstance(source.backbone, TimmBackbone):
+            found = record_timm(TimmBackbone(source.arch, model, source.spec), pixels)
+        else:
+            found = record_outputs(model, taps, pixels)
         for stage in _VGG_TAPS.keys() & found.keys():
             found[stage] = found[stage].flatten(1)
         found["pixels"] = pixels

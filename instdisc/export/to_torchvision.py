@@ -21,7 +21,7 @@ from instdisc.export.contract import (
     build_unset,
     normalize,
     record_outputs,
-    require_imagenet_stem,
+    require_buildable,
 )
 from instdisc.export.fold import fold_trunk
 from instdisc.runs.checkpoint import torch_file
@@ -37,7 +37,7 @@ def torchvision_name(source: Source) -> str:
 
 def to_torchvision(source: Source) -> dict[str, Tensor]:
     """Weights under the names of the builder that `torchvision_name` gives."""
-    require_imagenet_stem(source, "torchvision")
+    require_buildable(source, "torchvision")
     if source.arch == "alexnet":
         return fold_trunk(source.backbone.trunk)
     return source.tensors
@@ -52,14 +52,14 @@ def save_torchvision(folder: Path, source: Source) -> None:
 def _taps(model: nn.Module, source: Source) -> dict[str, str]:
     """Where torchvision's network computes conv1..conv5."""
     if source.arch.startswith("resnet"):
-        return dict(source.backbone.taps)
+        return source.taps
     features = model.get_submodule("features")
     relus = [
         f"features.{n}" for n, layer in features.named_children() if isinstance(layer, nn.ReLU)
     ]
     own = source.backbone.trunk.get_submodule("features").named_children()
     numbers = [f"features.{n}" for n, layer in own if isinstance(layer, nn.ReLU)]
-    taps = {stage: relus[numbers.index(name)] for stage, name in source.backbone.taps.items()}
+    taps = {stage: relus[numbers.index(name)] for stage, name in source.taps.items()}
     return {**taps, **FC_TAPS[source.arch]}
 
 

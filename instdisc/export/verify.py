@@ -15,21 +15,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from instdisc.errors import UserError
+from instdisc.errors import UserError, some_of
 from instdisc.export import Target
-from instdisc.export.contract import FC_TAPS, Loaded, Source, normalize, record_outputs
+from instdisc.export.contract import (
+    FC_TAPS,
+    Loaded,
+    Source,
+    normalize,
+    record_outputs,
+    record_timm,
+)
 from instdisc.export.to_detectron2 import save_detectron2, to_detectron2
 from instdisc.export.to_timm import load_timm, save_timm, to_timm
 from instdisc.export.to_torchvision import load_torchvision, save_torchvision, to_torchvision
 from instdisc.images.transforms import eval_transform
-from instdisc.names import STAGES
+from instdisc.networks.timm_backbones import TimmBackbone
 
 TOLERANCE = 1e-4
 SMALLEST = 1e-3  # a stage below this is dead, and its rounding errors are no features
-SHOWN = 6  # names in an error message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +100,11 @@ def fixed_images() -> Tensor:
 def reference_outputs(source: Source, images: Tensor) -> dict[str, Tensor]:
     """Everything a target may be compared in, computed by the original network."""
     pixels = normalize(images, source.spec.mean, source.spec.std)
-    taps = {**source.backbone.taps, **FC_TAPS.get(source.arch, {})}
-    outputs = record_outputs(source.backbone.trunk, taps, pixels)
+    if isinstance(source.backbone, TimmBackbone):
+        outputs = record_timm(source.backbone, pixels)
+    else:
+        taps = {**source.taps, **FC_TAPS.get(source.arch, {})}
+        outputs = record_outputs(source.backbone.trunk, taps, pixels)
     transform = eval_transform(source.spec)
     outputs["pixels"] = pixels
     outputs["transform"] = torch.stack([transform(to_pil_image(image)) for image in images])
@@ -108,11 +117,6 @@ def difference(found: Tensor, reference: Tensor) -> float:
         return math.inf
     scale = max(SMALLEST, float(reference.abs().max()))
     return float((found - reference).abs().max()) / scale
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def _wrong_tensors(loaded: Loaded, expected: dict[str, Tensor]) -> list[str]:
@@ -150,10 +154,12 @@ def verify_target(
         reason = " ".join(str(error).split())
         raise UserError(f"{target}: the converted weights do not load: {reason}") from None
     images = fixed_images() if images is None else images
+    if isinstance(original.backbone, TimmBackbone):  # many take images of one size only
+        images = nn.functional.interpolate(images, size=(original.spec.size,) * 2)
     reference = reference_outputs(original, images)
     found = loaded.outputs(images)
     compared = [name for name in reference if name in found]
-    assert set(STAGES) <= set(compared), f"{target} must show all stages"
+    assert set(original.backbone.stage_names) <= set(compared), f"{target} must show all stages"
     differences = {name: difference(found[name], reference[name]) for name in compared}
 
     total = len(loaded.tensors)
@@ -165,8 +171,8 @@ def verify_target(
         worst = max((math.inf if math.isnan(v) else v) for v in differences.values())
         parts = [f"{right} of {total} tensors, largest difference {worst:.1e}"]
         if wrong:
-            parts.append(f"missing or altered: {_some(wrong)}")
+            parts.append(f"missing or altered: {some_of(wrong)}")
         if apart:
-            parts.append(f"above {TOLERANCE}: {_some(apart)}")
+            parts.append(f"above {TOLERANCE}: {some_of(apart)}")
         raise UserError(f"{target}: the conversion failed: {'; '.join(parts)}")
     return Verification(target, loaded.library, total, differences)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.errors import UserError
-from instdisc.images.loading import Samples, build_loader, sequential_plan
+from instdisc.images.loading import Samples, build_loader, sequential_plan, to_device
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec, eval_transform
-from instdisc.names import STAGES
 from instdisc.networks.weights import Weights
 from instdisc.runs.log import progress
 from instdisc.training.dist import Process, all_gather_rows, gather_by_index
@@ -26,21 +25,24 @@ Batches = Sequence[Sequence[tuple[int, int]]]
 
 @dataclasses.dataclass(frozen=True)
 class Extractor:
-    """Images `(B, 3, H, W)` -> unit rows `(B, D)` of one of a network's features.
+    """Images `(B, 3, H, W)` -> rows `(B, D)` of one of a network's features.
 
     Attributes:
-        name: embedding, backbone, conv1, ..., conv5.
+        name: embedding, backbone, or a stage of the network.
         what: of which network and how exactly; part of the key of stored features.
         function: makes them, before normalisation.
+        unit: normalise them; else they are given as they come.
     """
 
     name: str
     what: str
     function: Callable[[Tensor], Tensor]
+    unit: bool = True
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Unit rows in float32."""
-        return nn.functional.normalize(self.function(images).float(), dim=1)
+        """Rows in float32."""
+        rows = self.function(images).float()
+        return nn.functional.normalize(rows, dim=1) if self.unit else rows
 
 
 def default_features(weights: Weights) -> str:
@@ -52,6 +54,14 @@ def describe_network(weights: Weights) -> str:
     """Which network it is: some share all tensors and yet compute different things."""
     backbone: Any = weights.backbone
     return f"{backbone.arch} {getattr(backbone, 'stem', '')}".strip()
+
+
+def check_stages(weights: Weights, names: Sequence[str]) -> None:
+    """Refuses the first name that is none of the network's stages, nor its output."""
+    known = ("embedding", "backbone", *weights.backbone.stage_names)
+    for name in names:
+        if name not in known:
+            raise UserError(f"{weights.name} has no {name}: choose from {', '.join(known)}")
 
 
 def build_extractor(weights: Weights, name: str) -> Extractor:
@@ -74,7 +84,7 @@ def build_extractor(weights: Weights, name: str) -> Extractor:
                 name, f"{network}: averaged pool5", lambda images: maps(images).mean((2, 3))
             )
         return Extractor(name, f"{network}: {name}", backbone)
-    assert name in STAGES, name
+    check_stages(weights, [name])
     return Extractor(
         name,
         f"{network}: averaged {name}",
@@ -106,9 +116,7 @@ def iterate_features(
     # Starting a worker takes longer than a few batches.
     loader = build_loader(samples, plan, min(workers, len(plan) // 2), pin_memory=on_gpu)
     for pixels, indices, errors in progress(loader, title=title, enabled=process.is_main):
-        # The layout that convolutions are fastest in.
-        pixels = pixels.to(process.device, memory_format=torch.channels_last, non_blocking=True)
-        rows = model(pixels)
+        rows = model(to_device(pixels, process.device))
         yield indices, rows.float().cpu(), list(errors)
 
 
@@ -122,6 +130,7 @@ def extract_features(
     workers: int = 0,
     title: str = "features",
     skip_bad: bool = False,
+    check: Callable[[], None] | None = None,
 ) -> Tensor:
     """Runs a model over every image once, shared over the processes.
 
@@ -134,15 +143,22 @@ def extract_features(
         workers: loader processes.
         title: of the progress bar.
         skip_bad: give an unreadable image zeros, which are like nothing, instead of stopping.
+        check: called between batches, equally often on every process; may raise to stop.
 
     Returns:
         Features on the CPU in the order of the images, `(N, D)`, float32, on every process.
     """
     plan = sequential_plan(len(images), batch_size, process.rank, process.world_size)
     rows, places = [], []
-    for indices, features, errors in iterate_features(
-        model, images, spec, process, plan, workers=workers, title=title
-    ):
+    batches = iterate_features(model, images, spec, process, plan, workers=workers, title=title)
+    # As many turns as the first process has batches: another may have one less.
+    for _ in sequential_plan(len(images), batch_size, 0, process.world_size):
+        if check is not None:
+            check()
+        batch = next(batches, None)
+        if batch is None:
+            continue
+        indices, features, errors = batch
         if any(errors):
             if not skip_bad:
                 raise UserError(next(filter(None, errors)))

@@ -15,8 +15,6 @@ size nor on the number of processes. A second command that wants the same entry 
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -33,13 +31,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from instdisc.errors import Interrupted, UserError
+from instdisc.errors import Interrupted, UserError, some_of
 from instdisc.features.extract import Extractor, iterate_features
 from instdisc.features.table import ChunkedTable
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec, eval_transform
 from instdisc.names import Precision
 from instdisc.runs.folders import runs_root, write_json
+from instdisc.runs.locks import open_locked
 from instdisc.runs.log import LOGGER
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
@@ -81,56 +80,50 @@ class StoredFeatures:
 
 
 def stat_digest(images: ImageSet) -> str:
-    """SHA-256 of the files' sizes and times; for archives their content, which is no file each."""
+    """SHA-256 of the files' sizes and times; of the content where images are held in memory."""
     if images.root is None:
         return images.fingerprint
-    root, names = os.fsencode(images.root), images.names.tolist()
+    files = images.files
 
     def stat(first: int) -> np.ndarray:
         # No Path here: it would take longer than the call, a million times.
-        part = [os.stat(root + b"/" + name) for name in names[first : first + 1000]]  # noqa: PTH116
+        part = [os.stat(file) for file in files[first : first + 1000]]  # noqa: PTH116
         return np.array([(s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in part], dtype="<i8")
 
     digest = hashlib.sha256()
     try:
         with ThreadPoolExecutor(16) as pool:
-            for part in pool.map(stat, range(0, len(names), 1000)):
+            for part in pool.map(stat, range(0, len(files), 1000)):
                 digest.update(part.tobytes())
     except FileNotFoundError as error:
         raise UserError(f"{os.fsdecode(error.filename)} is gone: run the command again") from None
     return digest.hexdigest()
 
 
+@dataclasses.dataclass(frozen=True)
 class FeatureStore:
     """The stored features of one network under one runs folder.
 
-    Args:
+    Attributes:
         weights_hash: SHA-256 of the network's tensors.
         spec: how it wants its images.
         process: this process; all processes must see the same runs folder.
-        batch_size: images per forward pass.
+        batch_size: images per forward pass, at most those of a chunk.
         workers: loader processes.
         precision: half takes 2 bytes a value, and moves a similarity by up to 1e-3.
-        skip_bad: go on without unreadable images, instead of refusing.
-        root: where entries lie; `features` in the runs folder if not given.
+        skip_bad: go on without unreadable images, which get rows of NaN, instead of refusing.
+        root: where entries lie.
     """
 
-    def __init__(
-        self,
-        weights_hash: str,
-        spec: InputSpec,
-        process: Process,
-        *,
-        batch_size: int = 256,
-        workers: int = 0,
-        precision: Precision = "float32",
-        skip_bad: bool = False,
-        root: Path | None = None,
-    ) -> None:
-        self.weights_hash, self.spec, self.process = weights_hash, spec, process
-        self.batch_size, self.workers = min(batch_size, CHUNK_ROWS), workers
-        self.precision, self.skip_bad = precision, skip_bad
-        self.root = root or runs_root() / "features"
+    weights_hash: str
+    spec: InputSpec
+    process: Process
+    _: dataclasses.KW_ONLY
+    batch_size: int = 256
+    workers: int = 0
+    precision: Precision = "float32"
+    skip_bad: bool = False
+    root: Path = dataclasses.field(default_factory=lambda: runs_root() / "features")
 
     def describe(self, extractor: Extractor, images: ImageSet) -> dict[str, Any]:
         """All that the values depend on; its hash is the key."""
@@ -156,16 +149,8 @@ class FeatureStore:
         num_computed = 0
         with self._lock(folder):
             missing = self.process.is_main and not self._is_complete(folder, len(images))
-            if dist.any_rank(missing, self.process.device):
-                filler = TableFiller(
-                    extractor,
-                    images,
-                    self.spec,
-                    self.process,
-                    self.batch_size,
-                    self.workers,
-                    self.skip_bad,
-                )
+            if dist.agree(missing):
+                filler = TableFiller(self, extractor, images)
                 table = self._table(folder, len(images), filler.find_dim())
                 num_computed = filler.fill(table)
                 if self.process.is_main:
@@ -195,17 +180,13 @@ class FeatureStore:
             yield
             return
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / f".{folder.name}.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                LOGGER.info("another command computes these features: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                # No locks on this file system: two commands would write the same, in place.
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
+        # Where there are no locks, two commands write the same bytes into the same places.
+        with open_locked(self.root / f".{folder.name}.lock", "w", on_wait=_tell_waiting):
             yield
+
+
+def _tell_waiting() -> None:
+    LOGGER.info("another command computes these features: waiting for it")
 
 
 def _finish(table: ChunkedTable, images: ImageSet, description: dict[str, Any]) -> None:
@@ -223,9 +204,9 @@ def _finish(table: ChunkedTable, images: ImageSet, description: dict[str, Any]) 
 
 def unreadable(images: ImageSet, bad: np.ndarray) -> str:
     """One line about images without features."""
-    names = ", ".join(images.name(int(i)) for i in bad[:5])
+    names = some_of([images.name(int(i)) for i in bad])
     count = "1 image" if len(bad) == 1 else f"{len(bad):,} images"
-    return f"{count} cannot be read: {names}{', ...' if len(bad) > 5 else ''}"
+    return f"{count} cannot be read: {names}"
 
 
 # Filling a table of features chunk by chunk, so that an interruption costs one chunk at most.
@@ -239,39 +220,31 @@ class TableFiller:
     """Runs a network over the images whose rows a table lacks, shared over the processes.
 
     Attributes:
+        store: whose table it is.
         extractor: what to compute.
         images: of what.
-        spec: how the network wants its images.
-        process: this process; all of them must see the table's folder.
-        batch_size: images per forward pass.
-        workers: loader processes.
-        skip_bad: give unreadable images rows of NaN, instead of refusing.
     """
 
+    store: FeatureStore
     extractor: Extractor
     images: ImageSet
-    spec: InputSpec
-    process: Process
-    batch_size: int
-    workers: int
-    skip_bad: bool
 
     @torch.inference_mode()
     def find_dim(self) -> int:
         """Width of the features, by trying."""
-        size = self.spec.size
-        return self.extractor(torch.zeros(1, 3, size, size, device=self.process.device)).shape[1]
+        size, device = self.store.spec.size, self.store.process.device
+        return self.extractor(torch.zeros(1, 3, size, size, device=device)).shape[1]
 
     def fill(self, table: ChunkedTable) -> int:
         """Computes and writes all unfinished chunks; returns the number of images in them."""
-        if self.process.is_main:
+        if self.store.process.is_main:
             table.create()
         dist.barrier()
         if not table.progress.exists():
             raise UserError(
                 f"{table.path} is not seen by all processes: put INSTDISC_RUNS on a disk they share"
             )
-        rank, world_size = self.process.rank, self.process.world_size
+        rank, world_size = self.store.process.rank, self.store.process.world_size
         chunks = [chunk for chunk in table.unfinished() if chunk % world_size == rank]
         num_rows = sum(len(table.rows_of(chunk)) for chunk in chunks)
         if len(chunks) < len(range(rank, table.num_chunks, world_size)):
@@ -294,7 +267,7 @@ class TableFiller:
                         f"{table.path.parent}: run again to go on"
                     )
         assert done == num_rows, "rows missing"
-        return int(dist.all_reduce_sum(torch.tensor([num_rows], device=self.process.device)))
+        return int(dist.all_reduce_sum(torch.tensor([num_rows], device=self.store.process.device)))
 
     def _batches(
         self, table: ChunkedTable, chunks: list[int]
@@ -302,10 +275,11 @@ class TableFiller:
         """Features `(B, D)` of each batch, and the chunk that ends with it; batches keep to one."""
         plan: list[list[tuple[int, int]]] = []
         chunk_of_end = {}
+        batch_size = min(self.store.batch_size, table.chunk_rows)
         for chunk in chunks:
             rows = table.rows_of(chunk)
-            for first in range(0, len(rows), self.batch_size):
-                plan.append([(0, row) for row in rows[first : first + self.batch_size]])
+            for first in range(0, len(rows), batch_size):
+                plan.append([(0, row) for row in rows[first : first + batch_size]])
             chunk_of_end[rows.stop] = chunk
         title = f"{self.extractor.name} of {self.images.dataset} {self.images.split}"
         total, done = sum(map(len, plan)), 0
@@ -313,15 +287,15 @@ class TableFiller:
         for indices, values, errors in iterate_features(
             self.extractor,
             self.images,
-            self.spec,
-            self.process,
+            self.store.spec,
+            self.store.process,
             plan,
-            workers=self.workers,
+            workers=self.store.workers,
             title=title,
         ):
             yield chunk_of_end.get(int(indices[-1]) + 1), self._mark_bad(values, errors)
             done, now = done + len(indices), time.monotonic()
-            if self.process.is_main and now - told > SECONDS_BETWEEN_LINES:
+            if self.store.process.is_main and now - told > SECONDS_BETWEEN_LINES:
                 told, rate = now, done / (now - started)
                 left = tqdm.format_interval((total - done) / rate)
                 LOGGER.info(f"{title}: {done:,}/{total:,}  {rate:.0f} images/s  {left} left")
@@ -330,6 +304,6 @@ class TableFiller:
         if not values.isfinite().all():
             raise UserError(f"the network gives NaN or infinite {self.extractor.name} features")
         bad = torch.tensor([bool(error) for error in errors])
-        if bad.any() and not self.skip_bad:
+        if bad.any() and not self.store.skip_bad:
             raise UserError(f"{next(filter(None, errors))}: {REMEDY}")
         return torch.where(bad[:, None], torch.nan, values).numpy()

@@ -1,4 +1,4 @@
-"""The paper's four backbones, their conv1..conv5 taps, and their loading (section 4.2).
+"""The paper's four backbones, their conv1..conv5 taps, and the loading of any (section 4.2).
 
 The networks are torchvision's, their weights keep torchvision's names. AlexNet and VGG16 get batch
 norm after every convolution, so that they train from random initialisation; the converters fold
@@ -6,6 +6,7 @@ it away where the target has none.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,9 @@ import torchvision
 from torch import Tensor, nn
 
 from instdisc.errors import UserError
-from instdisc.names import STAGES, Stem
+from instdisc.names import ARCH_CHOICES, STAGES, TIMM, Stem
+from instdisc.networks.recording import recorded_outputs
+from instdisc.networks.timm_backbones import TimmBackbone, build_timm
 from instdisc.training.seed import seeded
 
 
@@ -108,46 +111,85 @@ class Backbone(nn.Module):
         relus = [f"features.{name}" for name, layer in layers if isinstance(layer, nn.ReLU)]
         return [relus[int(number)] for number in taps]
 
+    @property
+    def stage_names(self) -> tuple[str, ...]:
+        """What the stages are called."""
+        return STAGES
+
     def forward(self, images: Tensor) -> Tensor:
         """Features before the projection, `(B, feature_dim)`."""
         return self.trunk(images)
 
     def stages(self, images: Tensor) -> dict[str, Tensor]:
         """Feature maps conv1..conv5, each `(B, C, H, W)`, from one forward pass."""
-        maps: dict[str, Tensor] = {}
-
-        def keep(stage: str) -> Callable[[nn.Module, Any, Tensor], None]:
-            def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-                maps[stage] = output
-
-            return hook
-
-        handles = [
-            self.trunk.get_submodule(name).register_forward_hook(keep(stage))
-            for stage, name in self.taps.items()
-        ]
-        try:
+        modules = {stage: self.trunk.get_submodule(name) for stage, name in self.taps.items()}
+        with recorded_outputs(modules) as maps:
             self.trunk(images)
-        finally:
-            for handle in handles:
-                handle.remove()
         return maps
 
 
+AnyBackbone = Backbone | TimmBackbone
+
+
 def build_backbone(arch: str, *, stem: Stem = "imagenet", batch_norm: bool = True) -> Backbone:
-    """Builds a randomly initialised backbone by name."""
+    """Builds one of the paper's backbones by name, randomly initialised."""
     if arch not in ARCHS:
         raise UserError(f"unknown arch {arch!r}: choose one of {', '.join(ARCHS)}")
     return Backbone(arch, stem=stem, batch_norm=batch_norm)
 
 
-class Embedding(nn.Module):
-    """Backbone, linear projection, L2 normalisation: v = f(x), `(B, D)` unit rows (section 3)."""
+def build_any(
+    arch: str, *, stem: Stem = "imagenet", batch_norm: bool = True, size: int | None = None
+) -> AnyBackbone:
+    """Builds any backbone by name, randomly initialised; `size` is what some of timm's need."""
+    if not arch.startswith(TIMM):
+        return build_backbone(arch, stem=stem, batch_norm=batch_norm)
+    name = arch.removeprefix(TIMM)
+    # A name of timm's own registry: a checkpoint must not lead to other files, nor to a download.
+    if not re.fullmatch(r"\w[\w.]*", name):
+        raise UserError(f"unknown arch {arch!r}: choose one of {', '.join(ARCH_CHOICES)}")
+    return build_timm(name, size=size)
 
-    def __init__(self, backbone: Backbone, dim: int = 128) -> None:
+
+class StandardizedLinear(nn.Linear):
+    """A linear layer with outputs of mean 0 and variance 1 over the batch, as batch norm has them.
+
+    In evaluation, and for a single image, the running statistics take the batch's place.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.register_buffer("running_mean", torch.zeros(out_features))
+        self.register_buffer("running_var", torch.ones(out_features))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`(B, in_features)` to `(B, out_features)`, in float32."""
+        outputs = super().forward(inputs).float()
+        over_batch = self.training and len(outputs) > 1
+        return nn.functional.batch_norm(
+            outputs, self.running_mean, self.running_var, training=over_batch
+        )
+
+
+class Embedding(nn.Module):
+    """Backbone, linear projection, L2 normalisation: v = f(x), `(B, D)` unit rows (section 3).
+
+    Args:
+        backbone: gives `(B, feature_dim)`.
+        dim: of the projection.
+        standardized: the projection's dimensions are standardised over the batch.
+    """
+
+    def __init__(
+        self, backbone: AnyBackbone, dim: int = 128, *, standardized: bool = False
+    ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.projection = nn.Linear(backbone.feature_dim, dim)
+        layer = StandardizedLinear if standardized else nn.Linear
+        self.projection = layer(backbone.feature_dim, dim)
 
     def forward(self, images: Tensor, *, normalized: bool = True) -> Tensor:
         """Unit vectors in float32, also under autocast: the objectives exponentiate them.
@@ -161,11 +203,12 @@ class Embedding(nn.Module):
 def build_untrained(config: Mapping[str, Any]) -> Embedding:
     """The network that a pretraining run of this configuration starts from."""
     with seeded(config["seed"], "init"):
-        backbone = build_backbone(config["arch"], stem=config["stem"])
-        return Embedding(backbone, config["embedding_dim"])
+        backbone = build_any(config["arch"], stem=config["stem"], size=config.get("image_size"))
+        standardized = config.get("standardize_projection", False)  # older runs have no such key
+        return Embedding(backbone, config["embedding_dim"], standardized=standardized)
 
 
-def backbone_payload(model: Embedding | Backbone) -> dict[str, Any]:
+def backbone_payload(model: Embedding | AnyBackbone) -> dict[str, Any]:
     """The network's part of a backbone checkpoint."""
     backbone = model.backbone if isinstance(model, Embedding) else model
     projection = None
@@ -180,16 +223,20 @@ def backbone_payload(model: Embedding | Backbone) -> dict[str, Any]:
     }
 
 
-def restore_backbone(payload: Mapping[str, Any]) -> Backbone | Embedding:
+def restore_backbone(payload: Mapping[str, Any]) -> AnyBackbone | Embedding:
     """Rebuilds the network of a backbone checkpoint; with its projection if it has one."""
-    backbone = build_backbone(
-        payload["arch"], stem=payload["stem"], batch_norm=payload["batch_norm"]
+    backbone = build_any(
+        payload["arch"],
+        stem=payload["stem"],
+        batch_norm=payload["batch_norm"],
+        size=payload["input"]["size"] if payload["arch"].startswith(TIMM) else None,
     )
     backbone.trunk.load_state_dict(payload["trunk"], strict=True)
     projection = payload["projection"]
     if projection is None:
         return backbone
-    model = Embedding(backbone, dim=projection["weight"].shape[0])
+    dim, standardized = len(projection["weight"]), "running_mean" in projection
+    model = Embedding(backbone, dim, standardized=standardized)
     model.projection.load_state_dict(projection, strict=True)
     return model
 

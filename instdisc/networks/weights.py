@@ -2,68 +2,35 @@
 
 (nothing)             the newest pretraining run
 runs/pretrain/x       a run folder; or a backbone.pt, ours or imported
-random:resnet50       random initialisation, seed 0; random:resnet50:3 is seed 3
+random:resnet50       random initialisation, seed 0; random:resnet50:3 is seed 3; random:timm:NAME
 untrained:runs/x      the random network that the run x started from, with its image size
 data-init:resnet50    data-dependent initialisation from a few images; data-init:resnet50:3
 timm:resnet50.a1_in1k any timm model, with timm's pretrained weights; timm:local-dir:DIR too
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
-from instdisc.names import STAGES
+from instdisc.names import TIMM
 from instdisc.networks.backbones import (
-    Backbone,
+    AnyBackbone,
     Embedding,
-    build_backbone,
+    build_any,
     build_untrained,
     restore_backbone,
 )
 from instdisc.networks.data_init import initialize_from_data
+from instdisc.networks.timm_backbones import TimmBackbone, build_timm
 from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 from instdisc.runs.folders import newest_backbone
 from instdisc.training.seed import seeded
-
-
-class TimmBackbone(nn.Module):
-    """A timm model behind the interface of `Backbone`: pooled features and five stages."""
-
-    trunk: Any
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        # An outsider's library: only who asks for it pays for the import.
-        import timm
-        from timm.data.config import resolve_model_data_config
-
-        try:
-            self.trunk = timm.create_model(name, pretrained=True, num_classes=0)
-        except (RuntimeError, ValueError, OSError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"timm cannot make {name} ({reason}): see timm.list_models()") from None
-        self.arch = f"timm:{name}"
-        self.feature_dim = int(self.trunk.num_features)
-        info = getattr(self.trunk, "feature_info", [])[-len(STAGES) :]
-        self.channels = tuple(int(level["num_chs"]) for level in info)
-        self.config: dict[str, Any] = resolve_model_data_config(self.trunk)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Pooled features, `(B, feature_dim)`."""
-        return self.trunk(images)
-
-    def stages(self, images: Tensor) -> dict[str, Tensor]:
-        """The model's last five feature maps as conv1..conv5, each `(B, C, H, W)`."""
-        maps = self.trunk.forward_intermediates(
-            images, indices=len(STAGES), intermediates_only=True
-        )
-        return dict(zip(STAGES, maps, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +39,7 @@ class Weights:
 
     Attributes:
         name: what results call it.
-        backbone: pooled features and conv1..conv5.
+        backbone: pooled features, and stages under its `stage_names`.
         embedding: the same backbone with its 128-d head, where it has one.
         spec: how it wants its images.
         pretraining: config, data set, epoch; empty where unknown.
@@ -80,7 +47,7 @@ class Weights:
     """
 
     name: str
-    backbone: Backbone | TimmBackbone
+    backbone: AnyBackbone
     embedding: Embedding | None
     spec: InputSpec
     pretraining: dict[str, Any]
@@ -105,12 +72,20 @@ class Weights:
 
 
 def _open_random(text: str, data: str | None, kind: str = "random") -> Weights:
-    arch, _, seed = text.partition(":")
-    if seed and not seed.isdecimal():
+    arch, seed = _split_seed(text, kind)
+    with seeded(seed, "random"):
+        backbone = build_any(arch)
+        model = Embedding(backbone)
+    spec = backbone.spec if isinstance(backbone, TimmBackbone) else InputSpec()
+    return Weights(f"{kind}:{text}", model.backbone, model, spec, {})
+
+
+def _split_seed(text: str, kind: str) -> tuple[str, int]:
+    """ARCH or ARCH:SEED as a pair."""
+    parts = re.fullmatch(rf"((?:{TIMM})?[^:]*)(?::(\d+))?", text)
+    if parts is None:
         raise UserError(f"{kind}:{text}: write {kind}:ARCH or {kind}:ARCH:SEED")
-    with seeded(int(seed or 0), "random"):
-        model = Embedding(build_backbone(arch))
-    return Weights(f"{kind}:{text}", model.backbone, model, InputSpec(), {})
+    return parts[1], int(parts[2] or 0)
 
 
 def _open_untrained(text: str, data: str | None) -> Weights:
@@ -128,23 +103,18 @@ def _open_untrained(text: str, data: str | None) -> Weights:
 
 
 def _open_data_init(text: str, data: str | None) -> Weights:
+    arch, seed = _split_seed(text, "data-init")
+    if arch.startswith(TIMM):
+        raise UserError(f"data-init:{text}: only for the paper's networks: use random:{text}")
     weights = _open_random(text, data, "data-init")
     assert weights.embedding is not None
-    seed = int(text.partition(":")[2] or 0)
     initialize_from_data(weights.embedding, weights.spec, data=data, seed=seed)
     return weights
 
 
 def _open_timm(name: str, data: str | None) -> Weights:
-    backbone = TimmBackbone(name)
-    config = backbone.config
-    spec = InputSpec(
-        size=int(config["input_size"][-1]),
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        crop_ratio=float(config["crop_pct"]),
-    )
-    return Weights(f"timm:{name}", backbone, None, spec, {})
+    backbone = build_timm(name, pretrained=True)
+    return Weights(f"{TIMM}{name}", backbone, None, backbone.spec, {})
 
 
 def _find_file(name: str | Path | None) -> Path:
@@ -205,15 +175,15 @@ def open_weights(name: str | Path | None = None, *, data: str | None = None) -> 
     return weights
 
 
-def load_backbone(weights: str | Path | None = None) -> Backbone | TimmBackbone:
+def load_backbone(weights: str | Path | None = None) -> AnyBackbone:
     """Loads a backbone in eval mode; the public entry point.
 
     Args:
         weights: a backbone.pt, a run folder, `random:ARCH`, `untrained:RUN`, `data-init:ARCH`,
-            `timm:NAME`; None for the newest run.
+            `timm:NAME`, `random:timm:NAME`; None for the newest run.
 
     Returns:
         The backbone without its projection: `model(images)` gives `(B, feature_dim)`,
-        `model.stages(images)` the five feature maps conv1..conv5.
+        `model.stages(images)` the feature maps by name: conv1..conv5 of the paper's networks.
     """
     return open_weights(weights).backbone

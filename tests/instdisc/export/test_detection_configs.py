@@ -24,7 +24,8 @@ SHOWN = {"alexnet": ("conv5", "conv5"), "vgg16": ("conv5", "conv5"), "resnet50":
 
 
 def detector_config(name: str, folder: Path) -> Any:
-    cfg = read_config(find_config(Path(name)), ("MODEL.DEVICE", "cpu"))
+    cfg = read_config(find_config(Path(name)))
+    cfg.MODEL.DEVICE = "cpu"
     adapt_to_weights(cfg, yaml.safe_load((folder / "detectron2.yaml").read_text()))
     return cfg
 

@@ -29,6 +29,7 @@ NUM_TENSORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_stages_agree_on_fixed_images(arch, target, source, exported):

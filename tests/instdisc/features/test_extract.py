@@ -1,9 +1,7 @@
 """Which features a network has, and their order over images and processes."""
 
 import dataclasses
-import multiprocessing
-import os
-import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,26 +90,17 @@ def test_unreadable_image_is_named(image_tree: Path, tmp_path: Path) -> None:
         extract_features(lambda x: x, images, SPEC, Process(0, 1, torch.device("cpu")))
 
 
-def test_more_processes_than_images(image_tree: Path) -> None:
+def test_more_processes_than_images(
+    image_tree: Path, run_ranks: Callable[[Callable[[int], object]], list[int | None]]
+) -> None:
     images = read_folder(image_tree / "val", "images", "val").subset([3])
     alone = Process(0, 1, torch.device("cpu"))
     expected = extract_features(lambda x: x.mean((2, 3)), images, SPEC, alone)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
 
     def work(rank: int) -> None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         process = init_process("cpu")
         rows = extract_features(lambda x: x.mean((2, 3)), images, SPEC, process)
         torch.testing.assert_close(rows, expected)
         dist.close()
 
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work, args=[rank]) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert run_ranks(work) == [0, 0]

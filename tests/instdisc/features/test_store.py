@@ -1,8 +1,10 @@
 """Stored features: when they are used, when they are not, and what an interruption costs."""
 
 import dataclasses
+import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +15,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from instdisc.errors import UserError
+from instdisc.errors import Interrupted, UserError
 from instdisc.features import store as feature_store
 from instdisc.features.extract import Extractor, extract_features
 from instdisc.features.store import FeatureStore, StoredFeatures
 from instdisc.images.sets import ImageSet, read_folder
 from instdisc.images.transforms import InputSpec
 from instdisc.names import Precision
-from instdisc.training.dist import Process
+from instdisc.training import dist
+from instdisc.training.dist import Process, init_process
 
 SPEC = InputSpec(size=16, crop_ratio=1.0)
 WEIGHTS = torch.randn(3 * 16 * 16, 4, generator=torch.Generator().manual_seed(0))
@@ -226,3 +229,86 @@ def test_two_commands_at_once_compute_it_once(tree: Path) -> None:
 def _entries() -> list[Path]:
     root = Path(os.environ["INSTDISC_RUNS"]) / "features"
     return list(root.iterdir()) if root.exists() else []
+
+
+def test_killed_extraction_goes_on_and_equals_an_uninterrupted_one(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = (load(tree).folder / "features.npy").read_bytes()
+    monkeypatch.setenv("INSTDISC_RUNS", str(tmp_path / "interrupted"))
+
+    def kill(seen: int) -> None:
+        if seen > 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = multiprocessing.get_context("fork").Process(
+        target=lambda: load(tree, Counted(after=kill))
+    )
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    (folder,) = (tmp_path / "interrupted" / "features").glob("[!.]*")
+    assert not (folder / "entry.json").exists()
+    assert (folder / "features.npy").read_bytes() != expected
+
+    # Of 24 images in chunks of 5, 13 had passed when it was killed: 10 of them were safe.
+    network = Counted()
+    assert load(tree, network).folder == folder
+    assert network.seen == 14
+    assert (folder / "features.npy").read_bytes() == expected
+
+
+def test_processes_fill_the_table_together(
+    tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_ranks: Callable[[Callable[[int], object]], list[int | None]],
+) -> None:
+    expected = load(tree, precision="float32")
+    monkeypatch.setenv("INSTDISC_RUNS", str(tmp_path / "together"))
+
+    def work(rank: int) -> None:
+        process, network = init_process("cpu"), Counted()
+        store = FeatureStore("w", SPEC, process, batch_size=2)
+        images = read_folder(tree, "images", "train")
+        stored = store.load(Extractor("embedding", "embedding", network), images)
+        assert network.seen == (14, 10)[rank]  # chunks of 5, 5, 4 and of 5, 5
+        assert stored.num_computed == 24
+        assert stored.folder.name == expected.folder.name
+        np.testing.assert_array_equal(stored.table, expected.table)
+        dist.close()
+
+    assert run_ranks(work) == [0, 0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_cleanly_and_the_next_run_goes_on(number: int, tree: Path) -> None:
+    def after(seen: int) -> None:
+        if seen == 12:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match=r"10 of 24 images are kept .* run again"):
+        load(tree, Counted(after=after))
+    network = Counted()
+    assert load(tree, network).num_computed == network.seen == 14
+
+
+def test_unreadable_images_are_refused_or_left_out(tree: Path) -> None:
+    broken = tree / "class1" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(UserError, match=r"3\.png.*--skip-bad-images"):
+        load(tree)
+    stored = load(tree, skip_bad=True)
+    assert stored.bad.tolist() == [8 + 3]
+    assert np.isnan(stored.table[11]).all()
+    assert np.isfinite(np.delete(stored.table, 11, axis=0)).all()
+    # What was left out on request is not taken for good without it.
+    with pytest.raises(UserError, match=r"3\.png.*--skip-bad-images"):
+        load(tree)
+
+
+def test_network_that_gives_nan_is_refused(tree: Path) -> None:
+    store = FeatureStore("w", SPEC, ALONE)
+    images = read_folder(tree, "images", "train")
+    with pytest.raises(UserError, match="NaN"):
+        store.load(Extractor("embedding", "e", lambda x: x.flatten(1)[:, :4] / 0), images)

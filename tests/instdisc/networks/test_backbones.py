@@ -9,7 +9,15 @@ import torchvision
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
 from instdisc.names import STAGES
-from instdisc.networks.backbones import ARCHS, Backbone, Embedding, backbone_payload, build_backbone
+from instdisc.networks.backbones import (
+    ARCHS,
+    Backbone,
+    Embedding,
+    StandardizedLinear,
+    backbone_payload,
+    build_backbone,
+    restore_backbone,
+)
 from instdisc.networks.weights import load_backbone
 from instdisc.runs.checkpoint import save_checkpoint
 
@@ -102,3 +110,26 @@ def test_a_backbone_comes_back_from_its_checkpoint(tmp_path: Path) -> None:
 def test_unknown_arch_lists_the_known() -> None:
     with pytest.raises(UserError, match="alexnet, vgg16, resnet18, resnet50"):
         build_backbone("resnet51")
+
+
+def test_a_standardised_projection_is_a_linear_layer_and_batch_norm() -> None:
+    layer = StandardizedLinear(5, 3)
+    norm = torch.nn.BatchNorm1d(3, affine=False)
+    plain = torch.nn.Linear(5, 3)
+    plain.load_state_dict({"weight": layer.weight, "bias": layer.bias})
+    expected = torch.nn.Sequential(plain, norm)
+    for _ in range(3):
+        rows = torch.randn(8, 5)
+        torch.testing.assert_close(layer(rows), expected(rows))
+    rows = torch.randn(1, 5)
+    torch.testing.assert_close(layer.eval()(rows), expected.eval()(rows))
+
+
+def test_a_standardised_projection_comes_back_from_a_checkpoint() -> None:
+    model = Embedding(build_backbone("resnet18"), 16, standardized=True)
+    model(torch.randn(4, 3, 32, 32))  # moves the running statistics
+    payload = {**backbone_payload(model), "input": InputSpec(32).to_dict()}
+    restored = restore_backbone(payload).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(restored(images), model.eval()(images))

@@ -104,6 +104,7 @@ def test_the_images_matter() -> None:
     assert not torch.equal(one.projection.weight, other.projection.weight)
 
 
+@pytest.mark.slow
 def test_it_is_a_name_of_weights(image_tree: object) -> None:
     weights = open_weights("data-init:resnet18:1", data=str(image_tree))
     assert weights.name == "data-init:resnet18:1"

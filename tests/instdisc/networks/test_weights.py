@@ -11,7 +11,6 @@ import torch
 import instdisc
 from instdisc.errors import UserError
 from instdisc.images.transforms import InputSpec
-from instdisc.names import STAGES
 from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.networks.weights import open_weights
 from instdisc.runs.checkpoint import save_checkpoint, weights_hash
@@ -79,29 +78,12 @@ def test_untrained_is_what_a_run_started_from(image_tree: Path, tmp_path: Path) 
     assert not untrained.backbone.training
 
 
-def test_a_timm_model_has_five_stages_and_its_own_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    import timm
-
-    inner = timm.create_model
-    monkeypatch.setattr(
-        timm, "create_model", lambda name, pretrained, **kw: inner(name, pretrained=False, **kw)
-    )  # no network here: the weights stay random
-    weights = open_weights("timm:resnet10t")
-    with torch.inference_mode():
-        maps = weights.backbone.stages(torch.randn(1, 3, 64, 64))
-        features = weights.backbone(torch.randn(1, 3, 64, 64))
-    assert tuple(maps) == STAGES
-    assert [m.shape[1] for m in maps.values()] == list(weights.backbone.channels)
-    assert features.shape == (1, weights.backbone.feature_dim)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
         ("nowhere", "no such run"),
         ("random:resnet51", "unknown arch"),
         ("random:resnet18:x", "random:ARCH:SEED"),
-        ("timm:no_such_model", "timm cannot make"),
         ("untrained:nowhere", "no such run"),
         ("untrained:imported.pt", "not pretrained by this suite"),
     ],
