@@ -6,9 +6,13 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`instdisc.load_backbone`, imported on first use: `import instdisc` must not import torch."""
+    """`load_backbone` and `embed`, imported on first use: `import instdisc` imports no torch."""
     if name == "load_backbone":
         from instdisc.networks.weights import load_backbone
 
         return load_backbone
+    if name == "embed":
+        from instdisc.features.embed import embed
+
+        return embed
     raise AttributeError(f"module 'instdisc' has no attribute {name!r}")

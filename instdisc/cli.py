@@ -12,8 +12,10 @@ import importlib
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import re
+import select
 import sys
 import types
 import typing
@@ -22,10 +24,15 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError, explain
+from instdisc.errors import EXIT_INTERRUPTED, EXIT_PIPE, Interrupted, UserError, explain
 
 PACKAGES = ("instdisc", "pretrain", "transfer", "slurm", "detection_configs")
+MAX_CONFIG = 1 << 20  # characters of a config.json
 INSTALL = "run `make setup`, or see README.md, section Install"
+
+# What a process does before `end_process` ends it, with the exit code and the line.
+LAST_ACTS: list[Callable[[int, str], object]] = []
+_running: list[str] = []  # PROG of the command that this process runs
 
 _PARSED: ContextVar[list[Any] | None] = ContextVar("parsed", default=None)
 
@@ -53,6 +60,16 @@ class CommandConfig:
 Config = TypeVar("Config", bound=CommandConfig)
 
 
+class Choices(tuple[str, ...]):
+    """Words, some of which stand for many: `stageN` for stage1, stage2, ..."""
+
+    def __contains__(self, value: object) -> bool:
+        patterns = (
+            re.escape(word).replace("NAME", r"\w[\w.]*").replace("N", r"[1-9]\d*") for word in self
+        )
+        return any(re.fullmatch(pattern, str(value)) for pattern in patterns)
+
+
 def option(
     default: Any,
     help: str,
@@ -60,6 +77,7 @@ def option(
     group: str = "options",
     aliases: Sequence[str] = (),
     metavar: str | None = None,
+    choices: Sequence[str] = (),
     volatile: bool = False,
     positional: bool = False,
     rest: bool = False,
@@ -72,6 +90,8 @@ def option(
         group: heading under which `--help` shows it.
         aliases: other spellings of the flag.
         metavar: placeholder in the help text.
+        choices: words that are taken, where a Literal cannot list them: N in a word stands for a
+            number, NAME for a name.
         volatile: may change when a run is resumed, because no result depends on it.
         positional: takes the words that follow no flag; for one tuple.
         rest: takes the first word that follows no flag and all behind it, flags included.
@@ -81,6 +101,7 @@ def option(
         "group": group,
         "aliases": tuple(aliases),
         "metavar": metavar,
+        "choices": Choices(choices),
         "volatile": volatile,
         "positional": positional or rest,
         "rest": rest,
@@ -126,8 +147,8 @@ def _add_flag(group: Any, field: "dataclasses.Field[Any]", hint: Any) -> None:
         kwargs["nargs"] = argparse.REMAINDER if meta["rest"] else "*"
     if meta["positional"]:
         flags = [kwargs.pop("dest")]
-    if typing.get_origin(hint) is Literal:
-        kwargs["choices"] = typing.get_args(hint)
+    if meta["choices"] or typing.get_origin(hint) is Literal:
+        kwargs["choices"] = meta["choices"] or typing.get_args(hint)
         hint = str
     else:
         kwargs["metavar"] = meta["metavar"] or hint.__name__.upper()
@@ -192,6 +213,13 @@ def from_dict(config_type: type[Config], values: Mapping[str, Any]) -> dict[str,
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise UserError(f"config: unknown keys {', '.join(unknown)}: remove them")
+    choices: dict[str, Any] = {
+        f.name: f.metadata.get("choices") for f in dataclasses.fields(config_type)
+    }
+    for name, value in values.items():
+        words = value if isinstance(value, list) else [value]
+        if choices[name] and any(word is not None and word not in choices[name] for word in words):
+            raise UserError(f"config: {name} = {value!r}: choose from {', '.join(choices[name])}")
     return {name: _convert(name, value, known[name]) for name, value in values.items()}
 
 
@@ -214,7 +242,11 @@ def volatile_fields(config_type: type[CommandConfig]) -> set[str]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Reads a config.json, or ends with a line that says what is wrong with it."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CONFIG + 1)
+        if len(text) > MAX_CONFIG:
+            raise ValueError(f"more than {MAX_CONFIG:,} characters")
+        values = json.loads(text)
     except FileNotFoundError:
         raise UserError(f"--config {path}: no such file") from None
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
@@ -295,9 +327,28 @@ def run_command(
 ) -> int:
     """Parses, runs, and turns errors that have a fix into one line and exit code 2.
 
-    What `execute` returns is the exit code if it is an int; otherwise the exit code is 0.
+    What `execute` returns is the exit code if it is an int; otherwise the exit code is 0. A command
+    whose reader closes the pipe early (`| head -1`) ends silently.
     """
+    try:
+        try:
+            code = _run(config_type, execute, argv)
+        except SystemExit:  # --help
+            flush_output()
+            raise
+        flush_output()
+        return code
+    except BrokenPipeError:
+        if not reader_has_gone():
+            raise  # another pipe: a bug
+        with Path(os.devnull).open("wb") as nothing:  # for what Python writes at its end
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        return EXIT_PIPE
 
+
+def _run(
+    config_type: type[Config], execute: Callable[[Config], object], argv: Sequence[str] | None
+) -> int:
     def refuse(message: object) -> int:
         line = re.sub(r"\s*\n\s*", " | ", str(message).strip())
         sys.stderr.write(f"{config_type.PROG}: error: {line}\n")
@@ -312,6 +363,7 @@ def run_command(
         if (parsed := _PARSED.get()) is not None:
             parsed.append(config)
             return 0
+        _running[:] = [config_type.PROG]
         code = execute(config)
         return code if isinstance(code, int) and not isinstance(code, bool) else 0
     except UserError as error:
@@ -331,6 +383,23 @@ def run_command(
     except KeyboardInterrupt:
         sys.stderr.write(f"{config_type.PROG}: interrupted\n")
         return 130
+
+
+def end_process(code: int, line: str) -> typing.NoReturn:
+    """Ends the process from one of its threads, with what `run_command` would say and return.
+
+    For the case that the main thread waits for something that will not come, and cannot be woken.
+    What is on disk is as after SIGKILL: whole files, of before.
+    """
+    for child in multiprocessing.active_children():
+        if child.daemon:  # loader processes would wait for their parent
+            child.kill()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{': '.join([*_running, line])}\n")
+        sys.stderr.flush()
+    for act in LAST_ACTS:
+        act(code, line)
+    os._exit(code)
 
 
 def say(line: str = "") -> None:
@@ -355,6 +424,22 @@ def use_utf8() -> None:
         if stream is not None:
             stream.flush()
     os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def flush_output() -> None:
+    """Writes what is left, while an error can still be caught; Python would do it at its end."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def reader_has_gone() -> bool:
+    """Whether stdout is a pipe that was closed at its other end."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):  # no stdout, or one that is no file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def open_streams() -> None:

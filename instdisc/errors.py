@@ -2,13 +2,23 @@
 
 import errno
 import re
-from collections.abc import Collection
+import traceback
+from collections.abc import Collection, Sequence
+
+from instdisc.names import TIMEOUT_VARIABLE
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL: the same command will go on
+EXIT_PIPE = 141  # 128 + SIGPIPE, as shells show a command whose reader has gone
 
 
 class UserError(ValueError):
     """An error with a fix, which the message names; the command exits with code 2."""
+
+
+def some_of(names: Sequence[str], count: int = 5) -> str:
+    """The first names, and how many more there are, for a message of one line."""
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 class Interrupted(Exception):
@@ -24,7 +34,13 @@ MENDABLE = {
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.ENAMETOOLONG: "the name is too long: choose a shorter one",
     errno.ENOTDIR: "a part of the path is a file, not a folder: choose another one",
+    errno.EIO: "the disk fails (input/output error): check it, then run the same command again",
+    errno.ESTALE: "the file server no longer has it: mount it again, then run the same command",
+    errno.ETIMEDOUT: "the file server does not answer: run the same command when it does",
+    errno.ENOTCONN: "its file system is not connected: mount it again, then run the same command",
 }
+# Errors of a disk or file server, which say nothing about the file.
+DISK_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN)
 # What a command that has the option on the left can do to need less memory.
 SAVINGS = {
     "workers": "fewer --workers",
@@ -35,6 +51,8 @@ SAVINGS = {
 }
 # torch's words, since it has no type of its own for these but for GPUs: the loader's watchdog;
 # allocators of the CPU, of shared memory, of threads, of oneDNN and of CUDA's libraries.
+_LOADER_STALLED = re.compile(r"DataLoader timed out after (\d+)")
+_IN_LOADER = re.compile(r"OSError: \[Errno (\d+)\] ([^\n]*): '([^\n]*)'\s*$")
 _LOADER_DIED = re.compile(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)")
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Cannot allocate memory|bad_alloc"
@@ -60,17 +78,35 @@ def explain(error: BaseException, options: Collection[str] = ()) -> str | None:
         error: what ended a command.
         options: names of the command's options, of which the line recommends some.
     """
-    if isinstance(error, RuntimeError) and _LOADER_DIED.search(str(error)):
+    died = isinstance(error, RuntimeError) and _LOADER_DIED.search(str(error))
+    if died or lost_a_batch(error):
         advice = _advice(set(options) & {"workers", "batch_size", "opts"})
         return (
             "a loader process died, probably because memory ran out: "
             f"{advice}; the same command goes on from what is saved"
         )
+    if isinstance(error, RuntimeError) and (stalled := _LOADER_STALLED.search(str(error))):
+        return (
+            f"the loader processes gave no batch for {stalled[1]} s (a disk that stalls?): the "
+            f"same command goes on from what is saved; {TIMEOUT_VARIABLE} allows more"
+        )
+    # A loader process sends an error as text.
+    if isinstance(error, OSError) and (found := _IN_LOADER.search(str(error))):
+        error = OSError(int(found[1]), found[2], found[3])
     if is_out_of_memory(error):
         return f"out of memory{_detail(error)}: {_advice(options)}"
     if isinstance(error, OSError) and error.errno in MENDABLE:
         return f"{error.filename or 'writing'}: {MENDABLE[error.errno]}"
     return None
+
+
+def lost_a_batch(error: BaseException) -> bool:
+    """Whether a loader process died while this one fetched what it had sent."""
+    if not isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+        return False
+    frames = traceback.walk_tb(error.__traceback__)
+    names = (frame.f_code.co_filename for frame, _ in frames)
+    return any(name.endswith("resource_sharer.py") for name in names)
 
 
 def _advice(options: Collection[str]) -> str:

@@ -1,4 +1,14 @@
-"""The machinery of `instdisc.neighbors.vote`: exact top-k by dot product within a memory budget.
+"""Exact top-k by dot product within a memory budget; `instdisc.neighbors.vote` is the interface.
+
+A similarity has one defined value. Each row is rounded to fixed point (24 bits below its largest
+element for up to 32 dimensions, 23 for 128, 22 for 512), coarse enough that float64 sums the
+products of two rows without any rounding; that sum is rounded once, to float32. So the order of
+summation, the cut into chunks, the number of threads and the device cannot change a bit of it,
+equal rows get equal similarities wherever they lie, and "the lower index first" settles every tie.
+
+A plain float32 matrix product is far faster and errs by a bounded amount. It only shortlists: what
+falls short of the running k-th best by more than twice the bound cannot be among the k nearest. The
+few rows that are left get their defined value, and that alone decides.
 
 A bank is read in chunks, each for a group of queries; the threads of a search draw from the same
 list of them, and their shortlists are made one in the end.
@@ -13,18 +23,69 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.neighbors.fixed_point import from_keys, num_bits, slack_of, to_fixed_point, to_keys
 
-# A shortlist of the bank rows that may be among the k nearest of each of a group of queries.
-#
-# A plain float32 matrix product is far faster than `instdisc.neighbors.fixed_point` and errs by a
-# bounded amount. It only shortlists: what falls short of the running k-th best by more than twice
-# the bound cannot be among the k nearest. The few rows that are left get their defined value, and
-# that alone decides.
-
+# Indices share an int64 with the 32 bits of a float32.
+KEY_ROWS = 1 << 32
 # Scores are looked at one by one only in blocks whose maximum reaches the floor.
 BLOCK = 64
 LOWEST = torch.finfo(torch.float32).min
+
+
+def num_bits(dim: int) -> int:
+    """Return the bits of fixed point with which `dim` products add up exactly in float64."""
+    return min(24, (53 - (dim - 1).bit_length()) // 2)
+
+
+def longest_row(features: Tensor, num_rows: int) -> float:
+    """Return the largest row length of features (N, D), reading `num_rows` at a time."""
+    lengths = [
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32).amax()
+        for part in features.split(num_rows)
+    ]
+    return float(torch.stack(lengths).amax())
+
+
+def to_fixed_point(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Round rows (..., D) to integers of `bits` bits, as float64, times a unit (..., 1)."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True).clamp_min_(2.0**-100)
+    # largest / mantissa is a power of two, exactly; so is every product and quotient by it.
+    unit = largest / torch.frexp(largest).mantissa * 2.0**-bits
+    return (rows / unit).round_().double(), unit.double()
+
+
+def slack_of(queries: Tensor, longest_row: float, bits: int) -> Tensor:
+    """Bound, for each query (G,), twice the distance of a float32 score from its defined value."""
+    dim = queries.shape[1]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set for each backend apart, which this getter cannot express
+        precision = "medium"
+    # Inputs rounded to bfloat16 or TF32 by a process-wide switch; a GPU may have its own.
+    rounding = {"highest": 0.0, "high": 2.0**-9, "medium": 2.0**-6}[precision]
+    if queries.device.type != "cpu":
+        rounding = max(rounding, 2.0**-9)
+    # Any order of summation errs by at most dim * 2**-24 of the product of the lengths, fixed
+    # point by sqrt(dim) * 2**-bits of it for either row; the rest is for underflow.
+    relative = rounding + (dim + 8) * 2.0**-24 + 2 * math.sqrt(dim) * 2.0**-bits
+    lengths = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float64)
+    tiny = dim * 2.0**-100 * (1 + longest_row + lengths)
+    return (2 * (relative * longest_row * lengths + tiny)).float()
+
+
+def to_keys(similarities: Tensor, rows: Tensor) -> Tensor:
+    """Pack into int64 whose order is: higher similarity first, then the lower row."""
+    # Adding zero turns -0.0 into 0.0. Floats order like their bits, once negatives are flipped.
+    bits = (similarities + 0.0).view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return ordered.long().mul_(KEY_ROWS).add_(KEY_ROWS - 1 - rows)
+
+
+def from_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Unpack keys into float32 similarities and int64 rows of the same shape."""
+    ordered = (keys >> 32).int()
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.view(torch.float32), KEY_ROWS - 1 - (keys & (KEY_ROWS - 1))
 
 
 class SearchPlan(NamedTuple):
@@ -60,8 +121,8 @@ class GroupSearch:
         self.scores = queries.new_full((num_queries, plan.capacity), -torch.inf)
         self.rows = torch.zeros_like(self.scores, dtype=torch.int64)
         self.counts = torch.zeros_like(self.everyone)
-        # A query with more than `room` places taken after a clearing is settled at once.
-        self.room = plan.capacity // 2 if plan.capacity < len(bank) else plan.capacity
+        # A query with more than `max_kept` places taken after a clearing is settled at once.
+        self.max_kept = plan.capacity // 2 if plan.capacity < len(bank) else plan.capacity
         # Rows that score below it are dropped: a guess until proven, `bars` its copy per block.
         self.floor = queries.new_full((num_queries, 1), LOWEST)
         self.guess, self.guessed = torch.full_like(self.floor, -torch.inf), False
@@ -124,7 +185,7 @@ class GroupSearch:
             # Ties with the k-th best, or a bank sorted by similarity: too many for a shortlist.
             crowded = (10 * reach.sum(1) >= 9 * num_blocks).nonzero().squeeze(1)
             count = (scores[crowded] >= self.floor[crowded]).sum(1)
-            crowded = crowded[count > self.room]
+            crowded = crowded[count > self.max_kept]
             if crowded.numel():
                 self._settle_chunk(crowded, chunk, start)
                 reach[crowded] = False
@@ -163,7 +224,7 @@ class GroupSearch:
         self._add(query, inside.view(-1).index_select(0, hit), row)
 
     def _add(self, query: Tensor, score: Tensor, row: Tensor) -> None:
-        """Shortlist rows, in order of their query, making room where there is none."""
+        """Shortlist rows, in order of their query, clearing the shortlists that are full."""
         while True:
             found = torch.bincount(query, minlength=len(self.counts))
             free = self.plan.capacity - self.counts
@@ -205,7 +266,7 @@ class GroupSearch:
         kept = keep.view(-1).nonzero().squeeze(1)
         score, row = scores.view(-1).index_select(0, kept), rows.view(-1).index_select(0, kept)
         self._append(query[kept // width], score, row, found)
-        overfull = query[self.counts[query] > self.room]
+        overfull = query[self.counts[query] > self.max_kept]
         if len(overfull):
             self._replace(overfull, self.settle(overfull))
 

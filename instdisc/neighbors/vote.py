@@ -2,7 +2,7 @@
 
 Rows are compared as they are: give unit rows and a dot product is the cosine similarity. Every
 answer is the same, bit for bit, under every memory budget, number of threads and sharding of the
-bank (`instdisc.neighbors.fixed_point` says how). No state is kept between calls.
+bank (`instdisc.neighbors.search` says how). No state is kept between calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.neighbors.fixed_point import KEY_ROWS, from_keys, longest_row, to_keys
-from instdisc.neighbors.search import ParallelMap, plan_search, search_group
+from instdisc.neighbors.search import (
+    KEY_ROWS,
+    ParallelMap,
+    from_keys,
+    longest_row,
+    plan_search,
+    search_group,
+    to_keys,
+)
 
 DEFAULT_BUDGET_BYTES = 192 << 20
 # What a thread of its own is worth having for: bank rows, and memory besides 1 KB a neighbour.

@@ -3,9 +3,10 @@
 `train` (last.pt) holds everything needed to go on; `backbone` (backbone.pt) is the interface
 between pretraining, converters and transfer tasks:
 
-    arch, stem, batch_norm   which network (see networks.backbones)
-    trunk                    its weights under torchvision's names
-    projection               weight and bias of the 128-d head, or None for imported networks
+    arch, stem, batch_norm   which network (see networks.backbones); timm:NAME for one of timm's
+    trunk                    its weights under torchvision's names, or timm's
+    projection               weight and bias of the 128-d head (running statistics too where it
+                             standardises), or None for imported networks
     input                    size and pixel statistics it was trained with (see images.transforms)
     pretraining              config, data set and its fingerprint, epoch, provenance
 
@@ -14,6 +15,7 @@ aside, and the run goes on from the other.
 """
 
 import contextlib
+import copy
 import errno
 import hashlib
 import os
@@ -28,8 +30,8 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor
 
-from instdisc.errors import UserError, is_out_of_memory
-from instdisc.runs.folders import atomic_file
+from instdisc.errors import DISK_ERRORS, UserError, is_out_of_memory
+from instdisc.runs.folders import atomic_file, temporary_path
 from instdisc.runs.log import LOGGER
 
 Schema = Literal["train", "backbone"]
@@ -44,7 +46,7 @@ DAMAGE = (
 # Errors of the machine. Others may be the file's: torch seeks to before its start if it is cut.
 NOT_ITS_FAULT = (
     *(errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
-    *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+    *DISK_ERRORS,
 )
 
 
@@ -71,6 +73,32 @@ def torch_file(path: Path) -> Iterator[IO[bytes]]:
             raise (error.__cause__ or error.__context__ or error) from None
 
 
+def copy_to_host(value: Any, older: Any = None) -> Any:
+    """A copy of nested dicts, lists and tuples with tensors of their own, in host memory.
+
+    Args:
+        value: what to copy.
+        older: an earlier copy, whose memory is used again where a tensor fits: the system takes
+            several times as long to hand out new memory as to copy.
+    """
+    if isinstance(value, Tensor):
+        if isinstance(older, Tensor) and _like(older) == _like(value):
+            return older.copy_(value.detach())
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # with the attribute that a module's state_dict has
+        known = older if isinstance(older, dict) else {}
+        copied.update((name, copy_to_host(each, known.get(name))) for name, each in value.items())
+        return copied
+    if isinstance(value, list | tuple):
+        return type(value)(copy_to_host(each) for each in value)
+    return value
+
+
+def _like(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
 def save_checkpoint(
     path: Path, schema: Schema, payload: Mapping[str, Any], *, keep_previous: bool = False
 ) -> None:
@@ -93,9 +121,8 @@ def save_checkpoint(
 def _keep_previous(path: Path) -> None:
     """Gives the file a second name, so that there is no moment without a file at `path`."""
     older = previous_of(path)
-    temporary = older.with_name(f".{older.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(older)
     try:
-        temporary.unlink(missing_ok=True)
         temporary.hardlink_to(path)
         temporary.replace(older)
         # Two names of one file are not renamed: `older` was this one already, by a killed save.
@@ -118,16 +145,15 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def load_last(
-    path: Path, schema: Schema, *, mapped: bool = False, rename: bool = True
-) -> dict[str, Any] | None:
+def load_last(path: Path, schema: Schema, *, mapped: bool = False) -> dict[str, Any] | None:
     """The checkpoint at `path`; if it is damaged or gone, the one before it; None without any.
+
+    A damaged one is set aside if the older is good, so one process of several does this first.
 
     Args:
         path: the file that `save_checkpoint` writes with `keep_previous`.
         schema: which of the two kinds.
         mapped: as in `load_file`.
-        rename: set a damaged file aside, if the older one is good; for one process of several.
 
     Raises:
         UserError: there are checkpoints and none loads; they are left as they are.
@@ -144,8 +170,7 @@ def load_last(
                 raise
             continue
         if damage is not None:
-            if rename:
-                set_aside(path)
+            set_aside(path)
             LOGGER.warning(f"{damage}; it is set aside ({path.name}.damaged), {file} is used")
         return state
     if damage is not None:
@@ -160,10 +185,15 @@ def load_file(path: Path, *, mapped: bool = False) -> Any:
         path: the file.
         mapped: leave the tensors in the file, to be read when they are used.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is no file, but a pipe or a device: name a file")
     try:
         if zipfile.is_zipfile(path):
             # torch skips the archive's checksums, and a flipped bit would become a weight.
             with zipfile.ZipFile(path) as archive:
+                claimed = sum(member.file_size for member in archive.infolist())
+                if claimed > path.stat().st_size:  # torch compresses nothing
+                    raise zipfile.BadZipFile(f"it would unpack to {claimed:,} bytes")
                 damaged = archive.testzip()
             if damaged is not None:
                 raise zipfile.BadZipFile(f"checksum of {damaged} is wrong")

@@ -14,6 +14,8 @@ from typing import IO, Any
 from instdisc.errors import UserError
 from instdisc.names import RUNS_VARIABLE
 
+# Run folders that another process took over from this one, and which; kept by `runs.locks`.
+LOST: dict[Path, str] = {}
 VERSIONED = ("torch", "torchvision", "timm", "numpy", "scikit-learn", "instdisc-transfer")
 
 
@@ -25,7 +27,7 @@ def runs_root() -> Path:
 def make_private(folder: Path) -> None:
     """Makes a folder that only this user can look into; one that is there stays as it is.
 
-    Folders above it that have to be made can be written to by nobody else, whatever the umask.
+    Folders above it that have to be made are writable by their owner only, whatever the umask.
     """
     for above in reversed(folder.parents):
         if not above.exists():
@@ -33,11 +35,30 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
+def temporary_path(path: Path) -> Path:
+    """A name beside `path` for a file that is being written; no other process or host uses it.
+
+    It holds host and process, by which `runs.locks` finds what a dead owner left.
+    """
+    writer = f"{platform.node()}.{os.getpid()}.{os.urandom(4).hex()}"
+    return path.with_name(f".{path.name}.{writer}.tmp")
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Opens a file that appears under its name whole, synced to disk, or not at all."""
+    """Opens a file that appears under its name whole, synced to disk, or not at all.
+
+    Raises:
+        UserError: the run folder was taken over by another process meanwhile.
+    """
+    for above in path.resolve().parents if LOST else ():
+        if above in LOST:
+            raise UserError(
+                f"{above} was taken over by {LOST[above]} while this process was suspended: "
+                f"{path.name} is not written. Let that one finish"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_path(path)
     encoding = None if "b" in mode else "utf-8"
     try:
         with temporary.open(mode, encoding=encoding) as file:

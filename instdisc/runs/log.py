@@ -5,7 +5,7 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,18 +54,96 @@ def setup_logging(log_file: Path | None, *, is_main: bool = True) -> logging.Log
 
 
 def boxed(text: str, width: int = 72) -> str:
-    """A paragraph in a frame of stars, for what nobody may overlook."""
+    """A paragraph in a frame of stars, for what must not be overlooked."""
     lines = textwrap.wrap(text, width - 6)
     body = [f"*  {line:<{width - 6}}  *" for line in lines]
     return "\n".join(["", "*" * width, *body, "*" * width])
 
 
-def progress(
-    items: Iterable[Item], *, title: str, enabled: bool = True, total: int | None = None
-) -> Iterator[Item]:
-    """A bar with rate and ETA on a terminal; silent in a log file, where lines tell instead."""
+def open_bar(
+    title: str,
+    total: int | None = None,
+    *,
+    done: int = 0,
+    unit: str = "it",
+    enabled: bool = True,
+) -> tqdm:
+    """The one kind of bar: rate and time left on a terminal; silent where output is none.
+
+    Args:
+        title: what is being done.
+        total: how many there are; None if unknown.
+        done: how many were finished before.
+        unit: what is counted.
+        enabled: whether this process shows it.
+    """
     hidden = not (enabled and sys.stderr.isatty())
-    yield from tqdm(items, desc=title, total=total, disable=hidden, leave=False)
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=title,
+        unit=f" {unit}",
+        disable=hidden,
+        leave=False,
+        dynamic_ncols=True,
+        file=sys.stderr,
+    )
+
+
+def progress(
+    items: Iterable[Item],
+    *,
+    title: str,
+    enabled: bool = True,
+    total: int | None = None,
+    unit: str = "it",
+) -> Iterator[Item]:
+    """The items, with a bar on a terminal; silent in a log file, where lines tell instead."""
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    with open_bar(title, total, unit=unit, enabled=enabled) as bar:
+        for item in items:
+            yield item
+            bar.update()
+
+
+class Countdown:
+    """Progress of what takes hours: a bar on a terminal, a line now and then in a log."""
+
+    SECONDS_BETWEEN_LINES = 30
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        done: int = 0,
+        enabled: bool = True,
+        tell: Callable[[str], object] = LOGGER.info,
+    ) -> None:
+        self.title, self.total, self.first, self.done = title, total, done, done
+        self.started = self.told = time.monotonic()
+        self.enabled, self.tell = enabled, tell
+        self._bar = open_bar(title, total, done=done, unit="images", enabled=enabled)
+        if done and enabled and self._bar.disable:
+            tell(f"{title}: goes on at {done:,}/{total:,}")
+
+    def advance(self) -> None:
+        """Counts one."""
+        self.done += 1
+        self._bar.update()
+        now = time.monotonic()
+        if self._bar.disable and self.enabled and now - self.told > self.SECONDS_BETWEEN_LINES:
+            self.told = now
+            rate = (self.done - self.first) / (now - self.started)
+            left = tqdm.format_interval((self.total - self.done) / rate)
+            self.tell(f"{self.title}: {self.done:,}/{self.total:,}  {rate:.1f}/s  {left} left")
+
+    def __enter__(self) -> "Countdown":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
 
 
 class MetricsLog:
@@ -123,8 +201,8 @@ class StepBar:
         self.total, self.first, self.done = total, done, done
         self.started = self.told = time.monotonic()
         self.enabled = enabled
-        hidden = not (enabled and sys.stderr.isatty())
-        self._bar = tqdm(total=total, initial=done, desc="steps", disable=hidden, leave=False)
+        self.loss: float | None = None  # as last told
+        self._bar = open_bar("training", total, done=done, unit="steps", enabled=enabled)
 
     @property
     def images_per_second(self) -> float:
@@ -132,17 +210,19 @@ class StepBar:
         elapsed = max(time.monotonic() - self.started, 1e-9)
         return (self.done - self.first) * self.batch_size / elapsed
 
-    def advance(self, loss: float, epoch: float) -> None:
-        """Counts one step."""
+    def advance(self, loss: float | None, epoch: float) -> None:
+        """Counts one step; None leaves the loss that is shown as it is."""
         self.done += 1
-        self._bar.set_postfix_str(f"loss {loss:.3f}, {self.images_per_second:.0f} images/s")
+        self.loss = self.loss if loss is None else loss
+        shown = "" if self.loss is None else f"loss {self.loss:.4f}  "
+        self._bar.set_postfix_str(f"{shown}{self.images_per_second:.0f} images/s")
         self._bar.update()
         now = time.monotonic()
         if self._bar.disable and self.enabled and now - self.told > self.SECONDS_BETWEEN_LINES:
             self.told = now
             left = (self.total - self.done) * self.batch_size / self.images_per_second
             LOGGER.info(
-                f"step {self.done}/{self.total} (epoch {epoch:.2f})  loss {loss:.4f}  "
+                f"step {self.done}/{self.total} (epoch {epoch:.2f})  {shown}"
                 f"{self.images_per_second:.0f} images/s  {tqdm.format_interval(left)} left"
             )
 

@@ -1,18 +1,19 @@
 """One record per number: append safely, read strictly, group over seeds. Imports no torch."""
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
 import os
+import stat
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.runs.folders import provenance, runs_root
+from instdisc.runs.folders import atomic_file, provenance, runs_root
+from instdisc.runs.locks import open_locked
 
 PERCENTAGES = ("top", "ap", "precision")  # metrics whose names begin so
 # What makes two rows repetitions of one measurement: everything but the seed.
@@ -91,8 +92,7 @@ def append_results(results: Sequence[Result], path: Path | None = None) -> Path:
     path = path or results_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open_locked(path, "ab") as file:
         size = file.seek(0, os.SEEK_END)
         if size and _last_byte(path) != b"\n":
             lines = "\n" + lines  # a writer died in mid-line: do not continue its line
@@ -176,8 +176,7 @@ def check_results(path: Path | None = None) -> tuple[list[Result], list[str]]:
     path = path or results_file()
     if not path.exists():
         return [], []
-    with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)  # not while somebody is writing a line
+    with open_locked(path, "rb", shared=True) as file:  # not while somebody is writing a line
         content = file.read()
     results, bad = _split(content)
     return results, [problem for _, _, problem in bad]
@@ -186,14 +185,13 @@ def check_results(path: Path | None = None) -> tuple[list[Result], list[str]]:
 def repair_results(path: Path | None = None) -> list[str]:
     """Moves bad lines to a file beside it, `results.jsonl.damaged`; returns what was wrong.
 
-    In place and under the writers' lock: a writer that waits for it has this very file open, and
-    its rows would be lost with a file that was replaced.
+    Replaced under the writers' lock, not changed in place: a kill in the middle would break rows
+    that are good. A writer that waits for the lock gets the new file (`open_locked`).
     """
-    path = path or results_file()
+    path = (path or results_file()).resolve()
     if not path.exists():
         return []
-    with path.open("r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with open_locked(path, "rb") as file:
         content = file.read()
         _, bad = _split(content)
         if bad:
@@ -205,41 +203,39 @@ def repair_results(path: Path | None = None) -> list[str]:
         lines = enumerate(content.split(b"\n"), start=1)
         good = b"".join(line + b"\n" for number, line in lines if line and number not in numbers)
         if good != content:
-            pairs = zip(good, content, strict=False)
-            differing = (number for number, (one, other) in enumerate(pairs) if one != other)
-            start = next(differing, min(len(good), len(content)))
-            file.seek(start)  # what stands before the first bad line is not touched
-            file.write(good[start:])
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+            with atomic_file(path) as repaired:
+                os.fchmod(repaired.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+                repaired.write(good)
     return [problem for _, _, problem in bad]
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Repetitions of one measurement."""
+class Measured:
+    """A number over repetitions: mean, sample deviation (None of one), and how many."""
 
-    first: Result
     mean: float
     std: float | None
     count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Measured":
+        """Of the numbers of all repetitions."""
+        numbers = list(values)
+        std = statistics.stdev(numbers) if len(numbers) > 1 else None
+        return cls(statistics.fmean(numbers), std, len(numbers))
 
     def __str__(self) -> str:
         spread = f" ± {self.std:.2f}" if self.std is not None else ""
         return f"{self.mean:.2f}{spread} (n={self.count})"
 
 
-def summarize(results: Iterable[Result]) -> list[Summary]:
-    """Groups rows that differ in seed only; of one seed the latest row counts."""
+def summarize(results: Iterable[Result]) -> list[tuple[Result, Measured]]:
+    """Rows that differ in seed only: the first of them, and all; of one seed the latest counts."""
     groups: dict[tuple[str, ...], dict[int, Result]] = {}
     for result in results:
         key = tuple(getattr(result, name) for name in SAME)
         groups.setdefault(key, {})[result.seed] = result
-    summaries = []
-    for group in groups.values():
-        values = [result.value for result in group.values()]
-        std = statistics.stdev(values) if len(values) > 1 else None
-        first = next(iter(group.values()))
-        summaries.append(Summary(first, statistics.fmean(values), std, len(values)))
-    return summaries
+    return [
+        (next(iter(group.values())), Measured.of(result.value for result in group.values()))
+        for group in groups.values()
+    ]

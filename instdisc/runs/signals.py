@@ -36,7 +36,8 @@ class StopSignal:
 
     def interrupt(self, step: int, checkpoint: Path) -> Interrupted:
         """The exception that ends the run once its work is saved."""
-        return Interrupted(f"stopped after step {step}, saved in {checkpoint}: run again to go on")
+        saved = f", saved in {checkpoint}" if step else ""
+        return Interrupted(f"stopped after step {step}{saved}: run again to go on")
 
 
 def leave_signals_to_parent(worker: int = 0) -> None:

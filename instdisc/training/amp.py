@@ -23,7 +23,7 @@ def check_amp(network: nn.Module, image_size: int, device: torch.device, amp: st
     """Refuses what oneDNN 3.12 computes wrong: bf16 gradients of strided one-pixel convolutions.
 
     The weights' gradient of a convolution with a stride, and a kernel of more than one pixel, whose
-    input is one pixel is partly memory that nobody has written: most often numbers near zero, at
+    input is one pixel is partly uninitialised memory: most often numbers near zero, at
     times NaN. Other convolutions, float16 and float32 were found correct, each with memory full of
     NaN, on AVX-512 with and without bfloat16 instructions.
     """

@@ -9,8 +9,8 @@ import torch
 class StepClock:
     """Adds up the time between marks, by the name of the mark that ends it.
 
-    On a CPU the clock is read. On a GPU an event is left in its queue, which makes nobody wait, and
-    read by `finish`, which wants to be called when the step's loss has been read anyway.
+    On a CPU the clock is read. On a GPU an event is recorded, without a synchronisation, and
+    read by `finish`, which is best called when a loss has been read anyway.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -20,9 +20,8 @@ class StepClock:
         self._events: list[tuple[str, torch.cuda.Event]] = []
 
     def start(self) -> None:
-        """Begins a step; what happened since the last mark belongs to nobody."""
+        """Begins a step; what happened since the last mark is not attributed."""
         if self.on_gpu:
-            self._events.clear()
             self.mark("")
         else:
             self._last = time.perf_counter()
@@ -39,12 +38,13 @@ class StepClock:
         self._last = now
 
     def finish(self) -> None:
-        """Takes the events of the step into account."""
+        """Takes the events of all steps since it was last called into account."""
         if not self._events:
             return
         self._events[-1][1].synchronize()
         for (_, before), (part, after) in zip(self._events, self._events[1:], strict=False):
-            self.totals[part] = self.totals.get(part, 0.0) + before.elapsed_time(after) / 1e3
+            if part:
+                self.totals[part] = self.totals.get(part, 0.0) + before.elapsed_time(after) / 1e3
         self._events.clear()
 
     def shares(self, since: Mapping[str, float] | None = None) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from instdisc import cli
+from instdisc.errors import EXIT_PIPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class Example(cli.CommandConfig):
     where: Path | None = cli.option(None, "folder", volatile=True)
     files: tuple[Path, ...] = cli.option((), "inputs")
     loud: bool = cli.option(False, "say more")
+    parts: tuple[str, ...] | None = cli.option(None, "which", choices=("all", "partN", "by:NAME"))
 
     def __post_init__(self) -> None:
         if self.rate < 0:
@@ -51,6 +54,15 @@ def test_flags_win_over_config_file_over_recipe_over_defaults(tmp_path: Path) ->
     )
 
 
+def test_choices_that_stand_for_many(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("all", "part1", "part12", "by:a_1.b2")
+    assert parse("--parts", *words).parts == words
+    for word in ("part", "part0", "partN1", "party", "by:", "by:a/b", "by:a:b", "all "):
+        with pytest.raises(SystemExit):
+            parse("--parts", word)
+        assert "(choose from 'all', 'partN', 'by:NAME')" in capsys.readouterr().err
+
+
 def test_a_config_written_is_a_config_read(tmp_path: Path) -> None:
     config = Example(
         size="large", where=Path("a b"), loud=True, steps=(), files=(Path("x"), Path("y"))
@@ -69,6 +81,7 @@ def test_a_config_written_is_a_config_read(tmp_path: Path) -> None:
         ('{"loud": 1}', "loud = 1"),
         ('{"size": "huge"}', "size = 'huge'"),
         ('{"steps": [1, "x"]}', "steps = 'x'"),
+        ('{"parts": ["all", "part0"]}', "choose from all, partN, by:NAME"),
         ("[" * 100_000, "not JSON"),
     ],
 )
@@ -186,9 +199,50 @@ def test_what_follows_a_task_is_the_tasks() -> None:
 
 def test_bugs_keep_their_traceback() -> None:
     def execute(config: Example) -> int:
-        raise OSError(errno.EIO, "broken")
+        raise OSError(errno.EBADF, "broken")
 
     with pytest.raises(OSError, match="broken"):
+        cli.run_command(Example, execute, [])
+
+
+SPEAK = """
+import sys
+from instdisc.cli import CommandConfig, run_command, say
+CommandConfig.PROG, CommandConfig.DESCRIPTION = "speak", ""
+sys.exit(run_command(CommandConfig, lambda _: [say("line") for _ in range(2)]))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "argv", [["transfer/report.py", "--help"], ["transfer/report.py", "--repair"], ["-c", SPEAK]]
+)
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(
+    argv: list[str], unbuffered: str, repo: Path, tmp_path: Path
+) -> None:
+    """As `| head -1` does, once it has its line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with subprocess.Popen(
+        [sys.executable, *argv],
+        cwd=repo,
+        env={**os.environ, "INSTDISC_RUNS": str(tmp_path), "PYTHONUNBUFFERED": unbuffered},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.close(writing)
+        _, said = process.communicate(timeout=120)
+    assert said == ""
+    # Unbuffered, argparse itself swallows the error.
+    assert process.returncode == (0 if unbuffered and "--help" in argv else EXIT_PIPE)
+
+
+def test_a_broken_pipe_that_is_not_stdout_is_a_bug() -> None:
+    def execute(_: Example) -> None:
+        raise BrokenPipeError(errno.EPIPE, "a worker's pipe")
+
+    with pytest.raises(BrokenPipeError):
         cli.run_command(Example, execute, [])
 
 

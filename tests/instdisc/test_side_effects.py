@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Libraries first: what they do to the process when they are imported is theirs.
 CODE = """
 import atexit, multiprocessing.util, signal, warnings
@@ -44,10 +46,13 @@ def test_load_backbone_leaves_the_process_as_it_was() -> None:
     run("import instdisc; instdisc.load_backbone('random:resnet18')", "not changed")
 
 
+@pytest.mark.slow
 def test_importing_the_loaders_does_so_too() -> None:
     run("import instdisc.features.extract, instdisc.features.store", "not changed")
+    run("import instdisc; instdisc.embed", "not changed")
 
 
+@pytest.mark.slow
 def test_the_first_loader_with_workers_registers_their_end() -> None:
     build = "from instdisc.images.loading import build_loader\n"
     run(build + "build_loader([1], [[0]], 0)", "set(changed) == {'OpenCV threads'}")

@@ -11,7 +11,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from instdisc.errors import UserError
-from instdisc.neighbors.fixed_point import num_bits
+from instdisc.neighbors.search import num_bits
 from instdisc.neighbors.vote import _add_votes, classify, merge_top_k, rank_classes, top_k, vote
 
 

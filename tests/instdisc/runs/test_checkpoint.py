@@ -5,6 +5,7 @@ import pickle
 import resource
 import signal
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -83,3 +84,14 @@ def test_the_hash_depends_on_names_shapes_and_values_only() -> None:
         {**state, "a": torch.arange(4.0).double()},
     ):
         assert weights_hash(other) != weights_hash(state)
+
+
+def test_a_checkpoint_that_unpacks_to_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "good.pt", "train", {"step": 1, "x": torch.zeros(1_000_000)})
+    with ZipFile(tmp_path / "good.pt") as good, ZipFile(tmp_path / "bomb.pt", "w") as bomb:
+        for member in good.infolist():
+            bomb.writestr(member.filename, good.read(member), ZIP_DEFLATED)
+    assert (tmp_path / "bomb.pt").stat().st_size < 100_000
+    with pytest.raises(UserError, match=r"would unpack to 4,\d+,\d+ bytes"):
+        load_checkpoint(tmp_path / "bomb.pt", "train")
+    assert load_checkpoint(tmp_path / "good.pt", "train")["step"] == 1

@@ -1,6 +1,7 @@
 """Files appear whole or not at all."""
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None
         fail_half_way()
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_no_two_writers_share_a_temporary_name(tmp_path: Path) -> None:
+    """Containers on two nodes may have the same process number, and a process writes twice."""
+    names = {folders.temporary_path(tmp_path / "last.pt").name for _ in range(100)}
+    assert len(names) == 100
+    assert all(f".{platform.node()}.{os.getpid()}." in name for name in names)
 
 
 def test_jsonl_forgives_only_a_last_line_cut_short(tmp_path: Path) -> None:

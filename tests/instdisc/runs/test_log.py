@@ -1,9 +1,13 @@
 """metrics.jsonl survives a resume without repeated or lost rows."""
 
+import io
+import sys
 from pathlib import Path
 
+import pytest
+
 from instdisc.runs.folders import read_jsonl
-from instdisc.runs.log import MetricsLog, StepBar
+from instdisc.runs.log import Countdown, MetricsLog, StepBar, progress
 
 
 def test_rows_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
@@ -40,3 +44,42 @@ def test_the_rate_counts_only_this_process() -> None:
     bar.advance(1.0, 0.91)
     assert 1.5 < bar.images_per_second < 2.0
     bar.close()
+
+
+class Screen(io.StringIO):
+    """A terminal, or a file."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+def test_bars_have_title_rate_and_time_left_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_terminal in (True, False):
+        screen = Screen(is_terminal)
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert [*progress(range(3), title="listing", unit="folders")] == [0, 1, 2]
+        shown = screen.getvalue()
+        assert ("listing" in shown and "folders/s" in shown and "0/3" in shown) == is_terminal
+        assert is_terminal or not shown
+
+
+def test_hours_of_work_leave_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Screen(False))
+    monkeypatch.setattr(Countdown, "SECONDS_BETWEEN_LINES", -1)
+    said: list[str] = []
+    with Countdown("selective search", 10, done=7, tell=said.append) as bar:
+        for _ in range(3):
+            bar.advance()
+    assert [line.partition("  ")[0] for line in said] == [
+        "selective search: goes on at 7/10",
+        *(f"selective search: {number}/10" for number in (8, 9, 10)),
+    ]
+    assert said[-1].endswith("00:00 left")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import multiprocessing
+import stat
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_rows_of_the_wrong_kind_are_problems(tmp_path: Path, change: dict[str, o
 def test_repetitions_are_averaged_and_protocols_never_mix() -> None:
     rows = [result(seed=s, value=v) for s, v in ((0, 1.0), (1, 3.0), (1, 5.0))]
     other = result(protocol="k=20", value=9.0)
-    first, second = summarize([*rows, other])
+    (_, first), (_, second) = summarize([*rows, other])
     assert (first.mean, first.count) == (3.0, 2)
     assert first.std == pytest.approx(8**0.5)
     assert str(first) == "3.00 ± 2.83 (n=2)"
@@ -122,6 +123,21 @@ def test_repair_keeps_what_stands_behind_a_bad_line_and_ends_every_line(tmp_path
     assert len(repair_results(path)) == 1
     assert [row.seed for row in read_results(path)] == [0, 1]
     assert path.read_bytes().endswith(b"}\n")
+
+
+def test_repair_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+    path, real = tmp_path / "results.jsonl", tmp_path / "elsewhere"
+    path.symlink_to(real)
+    append_results([result(seed=0)], path)
+    damaged = b"broken\n" + real.read_bytes()
+    real.write_bytes(damaged)
+    real.chmod(0o640)
+    with real.open("rb") as before:
+        assert len(repair_results(path)) == 1
+        assert before.read() == damaged  # until the new one is there, whole
+    assert path.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert [row.seed for row in read_results(path)] == [0]
 
 
 def _repair_often(path: Path) -> None:

@@ -73,6 +73,7 @@ next(batches), next(batches)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("last", "bug"), [(1, "1 / 0"), (0, "next(batches)")])
 def test_an_error_ends_the_loader_processes_too(last: int, bug: str) -> None:
     """In the training process or in a loader; its traceback keeps the loader's iterator alive."""

@@ -83,6 +83,7 @@ print(float(torch.cosine_similarity(want, got, dim=0)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="bfloat16 needs oneDNN")
 @pytest.mark.parametrize(("arch", "size"), [("resnet18", 17), ("resnet50", 32)])
 def test_gradients_that_are_not_refused_are_right(arch: str, size: int) -> None:

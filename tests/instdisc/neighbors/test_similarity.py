@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from instdisc.neighbors.fixed_point import from_keys, num_bits, slack_of, to_fixed_point, to_keys
+from instdisc.neighbors.search import from_keys, num_bits, slack_of, to_fixed_point, to_keys
 
 
 def unit_rows(num_rows: int, dim: int, seed: int = 0) -> Tensor:
