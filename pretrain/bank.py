@@ -2,21 +2,26 @@
 
 Where the rows lie is a matter of memory and speed, not of results (`--bank-placement`): on every
 process (this file), each on one of them (sharded_bank.py), or in host memory beside a GPU. A
-checkpoint holds all rows in order, whatever the placement.
+checkpoint of one placement is read by every other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from instdisc.runs.row_files import StoredRows, read_rows
 from instdisc.training import dist
 from instdisc.training.dist import Process
+from instdisc.training.draws import draws_of, unit_rows
 from instdisc.training.seed import generator
 from pretrain import objectives
 from pretrain.config import PretrainConfig
 
 CHUNK_ROWS = 1 << 16  # rows at a time wherever all of them are gone through
+COMPUTED_ROWS = 1 << 12  # first rows computed at a time: a processor's cache holds them
 
 
 def row_chunks(num_rows: int) -> Iterator[range]:
@@ -31,11 +36,18 @@ def initial_rows(
 ) -> Tensor:
     """Rows of the random bank that a run starts with, `(len(rows), D)`; the others are not held.
 
-    The numbers are those of one torch.randn over all images: torch draws them sixteen at a time,
-    and chunks of a multiple of sixteen rows draw the same ones.
+    Those of many images are computed alone. Those of few are the numbers of one torch.randn over
+    all images: torch draws them sixteen at a time, and chunks of a multiple of sixteen rows draw
+    the same ones.
     """
-    source = generator(seed, "bank")
     mine = torch.empty(len(rows), dim, dtype=dtype)
+    if draws_of(num_images) == "counter":
+        for first in range(rows.start, rows.stop, COMPUTED_ROWS):
+            last = min(first + COMPUTED_ROWS, rows.stop)
+            values = unit_rows(range(first, last), dim, seed=seed, key=("bank",))
+            mine[first - rows.start : last - rows.start] = values
+        return mine
+    source = generator(seed, "bank")
     for chunk in row_chunks(num_images):
         values = nn.functional.normalize(torch.randn(len(chunk), dim, generator=source), dim=1)
         first, last = max(chunk.start, rows.start), min(chunk.stop, rows.stop)
@@ -97,25 +109,32 @@ class MemoryBank(nn.Module):
         return objectives.noise_logits(features, self.vectors, noise, temperature)
 
     @torch.no_grad()
-    def update(self, indices: Tensor, features: Tensor) -> None:
+    def update(self, indices: Tensor, features: Tensor, valid: Tensor) -> None:
         """Row i <- normalize(momentum * v_i + (1 - momentum) * f_i); each index occurs once.
 
         Args:
             indices: images of all processes, the same on each, `(B,)`.
             features: their features, `(B, D)`.
+            valid: False for the images whose rows stay as they are, `(B,)`.
         """
         place = self.vectors.device
         indices = indices.to(place)
-        new = blend_rows(self.vectors[indices], features.to(place), self.momentum)
-        self.vectors[indices] = new.to(self.vectors.dtype)
+        old = self.vectors[indices]
+        new = blend_rows(old, features.to(place), self.momentum).to(old.dtype)
+        # Rows that stay are written too: choosing the others would wait for the device.
+        self.vectors[indices] = torch.where(valid.to(place)[:, None], new, old)
 
-    def assemble(self, *, everywhere: bool = False) -> Tensor | None:
-        """All rows in order, `(N, D)`; all processes call it, the first one gets them."""
+    def assemble(self) -> Tensor:
+        """All rows in order, `(N, D)`, on every process; all call it."""
         return self.vectors
 
-    def load(self, table: Tensor) -> None:
+    def start_saving(self, checkpoint: Path) -> Callable[[], dict[str, Any]] | None:
+        """Nothing: all rows of this process go into the checkpoint itself."""
+        return None
+
+    def load(self, table: Tensor | StoredRows) -> None:
         """Takes over the rows of a checkpoint, `(N, D)`."""
-        self.vectors.copy_(table)
+        read_rows(table, self.vectors)
 
     def checksum(self) -> int:
         """A number that changes with any bit of any row, whichever process computes it."""

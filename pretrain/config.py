@@ -10,7 +10,7 @@ from typing import Any, Literal
 from instdisc.cli import CommandConfig, option
 from instdisc.errors import UserError
 from instdisc.images.locations import locate_data
-from instdisc.names import ArchName, Stem
+from instdisc.names import ARCH_CHOICES, TIMM, Stem
 
 ObjectiveName = Literal["parametric", "softmax", "nce", "sampled-softmax"]
 
@@ -54,11 +54,22 @@ DEMO_OF_ARCH: dict[str, dict[str, Any]] = {
     "alexnet": {"image_size": 64},
     "vgg16": {"epochs": 2},
     "resnet18": {"epochs": 12},
-    # Its loss is below guessing after six epochs; kNN is still below the untrained network's.
-    "resnet50": {"epochs": 7, "optimizer": "adamw", "lr": 0.001},
+    # Without standardisation its features drift together. Larger batches and crops: more epochs in
+    # the same minutes, and an easier task, for the loss to pass guessing in them.
+    "resnet50": {
+        "epochs": 12,
+        "standardize_projection": True,
+        "min_crop_scale": 0.5,
+        "batch_size": 64,
+        "lr": 0.02,
+    },
 }
+# For any network of timm's: most end in a map of 1/32 of the image, and transformers want adamw.
+DEMO_OF_TIMM: dict[str, Any] = {"image_size": 64, "optimizer": "adamw", "lr": 0.001}
 RECIPE_OF_KIND = {
     "folder": "imagenet",
+    "list": "imagenet",
+    "tar": "imagenet",
     "cifar10": "cifar",
     "cifar100": "cifar",
     "fashion-mnist": "cifar",
@@ -83,25 +94,36 @@ class PretrainConfig(CommandConfig):
       python pretrain/run.py --arch resnet50                        demo images, minutes on a laptop
       python pretrain/run.py -a resnet50 --data /data/imagenet      the paper's run
       python pretrain/run.py -a resnet18 --data cifar-10-batches-bin --objective softmax
+      python pretrain/run.py -a timm:convnext_tiny --data /data/imagenet --optimizer adamw
       torchrun --nproc-per-node 8 pretrain/run.py --data /data/imagenet --amp bf16
     The same command again goes on where a stopped run was. A run folder holds
     config.json, log.txt, metrics.jsonl, last.pt (to go on), backbone.pt (the result).
     """
 
-    arch: ArchName = _model("resnet50", "backbone; the paper reports all four", aliases=["-a"])
+    arch: str = _model(
+        "resnet50",
+        "backbone; the paper reports four; timm:NAME is any of timm's, from random weights",
+        aliases=["-a"],
+        choices=ARCH_CHOICES,
+    )
     stem: Stem = _model("imagenet", "first layers: for 224 pixels, or 3x3 without pooling for 32")
     embedding_dim: int = _model(
         128,
         "size of the L2-normalised output; 128 is the paper's trade-off",
         aliases=["--low-dim"],
     )
+    standardize_projection: bool = _model(
+        False,
+        "standardise each dimension of the projection over the batch, before the L2 norm: features "
+        "cannot drift all together, so that runs of few steps learn sooner; not in the paper",
+    )
 
     data: str | None = _data(
         None,
-        "ImageFolder tree (<data>/train/<class>/<image>, and val/ for the kNN monitor), "
-        "or the folder of CIFAR's or Fashion-MNIST's official files; else $INSTDISC_DATA; else "
-        "the embedded images",
-        metavar="DIR",
+        "ImageFolder tree (<data>/train/<class>/<image>, and val/ for the kNN monitor), any "
+        "folder of images, a list of them (.txt, .csv), tar archives, or the folder of CIFAR's or "
+        "Fashion-MNIST's official files; else $INSTDISC_DATA; else the embedded images",
+        metavar="PATH",
         volatile=True,
     )
     recipe: Literal["imagenet", "cifar", "demo"] | None = _data(
@@ -205,6 +227,11 @@ class PretrainConfig(CommandConfig):
     overwrite: bool = _run(False, "delete the run in the run folder and start again")
     seed: int = _run(0, "of weights, bank, order, augmentation and noise", volatile=False)
     device: Literal["auto", "cpu", "cuda"] = _run("auto", "where to compute")
+    threads: int | None = _run(
+        None,
+        "threads of this process on a CPU; one for each core if not given, which is slow for small "
+        "images: two runs of one thread train twice as much as one of two (docs/performance.md)",
+    )
     monitor_every: int = _run(
         5,
         "epochs between measurements of the features, the first before training: kNN accuracy on "
@@ -218,10 +245,14 @@ class PretrainConfig(CommandConfig):
     )
     on_nan: tuple[str, ...] = _run(
         ("stop",),
-        "when the loss is no number: stop, or `skip N`: leave out up to N such batches",
+        "when the loss is NaN or infinite: stop, or `skip N`: leave out up to N such batches",
         metavar="HOW",
     )
     tensorboard: bool = _run(True, "write TensorBoard events")
+    compile: bool = _run(
+        False,
+        "train the network through torch.compile: faster on GPUs after a minute; moves rounding",
+    )
 
     def __post_init__(self) -> None:
         """Refuses values that make no sense, with the fix."""
@@ -232,6 +263,10 @@ class PretrainConfig(CommandConfig):
             (
                 self.arch != "alexnet" or self.stem == "small" or self.image_size >= 63,
                 "alexnet needs --image-size of at least 63, or --stem small",
+            ),
+            (
+                not self.is_timm or self.stem == "imagenet",
+                f"--stem small is for the paper's networks: {self.arch} has its own stem",
             ),
             (self.arch != "vgg16" or self.image_size >= 32, "vgg16 needs --image-size 32 or more"),
             (0 < self.crop_ratio <= 1, "--crop-ratio must be in (0, 1]"),
@@ -252,6 +287,7 @@ class PretrainConfig(CommandConfig):
             (self.weight_decay >= 0, "--weight-decay must not be negative"),
             (self.accumulate >= 1, "--accumulate must be at least 1"),
             (self.seed >= 0, "--seed must not be negative"),
+            (self.threads is None or self.threads >= 1, "--threads must be at least 1"),
             (self.monitor_every >= 0, "--monitor-every must not be negative"),
             (self.num_neighbors >= 1, "--num-neighbors must be at least 1"),
             (self.log_every >= 1, "--log-every must be at least 1"),
@@ -270,9 +306,17 @@ class PretrainConfig(CommandConfig):
         recipe = given.get("recipe") or RECIPE_OF_KIND[location.kind]
         data = "demo" if location.root is None else str(Path(location.root).resolve())
         defaults = {"recipe": recipe, "data": data, **RECIPES[recipe]}
+        arch = str(given.get("arch", cls.arch))
         if recipe == "demo":
-            defaults.update(DEMO_OF_ARCH[given.get("arch", cls.arch)])
+            defaults.update(DEMO_OF_ARCH.get(arch, DEMO_OF_TIMM))
+        if arch.startswith(TIMM):
+            defaults.pop("stem", None)
         return defaults
+
+    @property
+    def is_timm(self) -> bool:
+        """Whether the network is one of timm's."""
+        return self.arch.startswith(TIMM)
 
 
 def parse_normalizer(text: str) -> tuple[str, float]:

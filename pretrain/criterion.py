@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,17 @@ class Normalizer(nn.Module):
         initial = number if self.mode == "fixed" else 0.0
         self.register_buffer("value", torch.tensor(initial, dtype=torch.float64))
         self.register_buffer("num_batches", torch.tensor(0))
+        self.seen = 0  # num_batches on the host
         self.estimate: Tensor | None = None  # Z of the latest batch that was looked at
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.seen = int(self.num_batches)
 
     @torch.no_grad()
     def update(self, noise: Tensor, mean_over_processes: Reduce) -> None:
         """Takes a batch's noise logits `(B, m)` into account, if the mode still does."""
-        seen = int(self.num_batches)
+        seen = self.seen
         if self.mode == "fixed" or (self.mode == "first-batches" and seen >= self.limit):
             return
         estimate = self.num_images * mean_over_processes(noise.double().exp().mean())
@@ -49,6 +55,7 @@ class Normalizer(nn.Module):
         else:
             self.value.add_((estimate - self.value) / (seen + 1))
         self.num_batches += 1
+        self.seen += 1
 
     @torch.no_grad()
     def observe(self, noise: Tensor) -> None:

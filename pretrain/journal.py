@@ -1,5 +1,7 @@
 """What a pretraining run tells while it trains: progress, metrics.jsonl, where its time goes."""
 
+from collections.abc import Callable
+
 from instdisc.runs.log import LOGGER, MetricsLog, StepBar
 from instdisc.training.timing import StepClock, describe_shares
 from pretrain.criterion import Normalizer, initial_ratio
@@ -38,15 +40,19 @@ class Journal:
         self.bar.close()
         self.metrics.close()
 
-    def tell_step(self, step: int, loss: float, lr: float, normalizer: Normalizer) -> None:
-        """Counts a step; writes a row for every `log_every`-th."""
-        self.clock.finish()
+    def tell_step(
+        self, step: int, read_loss: Callable[[], float], lr: float, normalizer: Normalizer
+    ) -> None:
+        """Counts a step; reads its loss and writes a row for every `log_every`-th."""
+        is_told = step == 1 or step % self.config.log_every == 0
+        loss = read_loss() if is_told else None
         self.bar.advance(loss, step / self.steps_per_epoch)
+        if loss is None:
+            return
+        self.clock.finish()
         is_nce = self.config.objective == "nce"
         if step == 1 and is_nce:
             self._check_normalizer(normalizer)
-        if step % self.config.log_every and step != 1:
-            return
         values: dict[str, float] = {
             "epoch": step / self.steps_per_epoch,
             "loss": loss,
@@ -105,6 +111,7 @@ class Journal:
     def tell_epoch(self, step: int, loss: float, measured: dict[str, float]) -> None:
         """Writes the row and the line of an epoch that has ended."""
         epoch = step // self.steps_per_epoch
+        self.clock.finish()
         shares = self.clock.shares(self._at_epoch)
         self._at_epoch = dict(self.clock.totals)
         timing = {f"epoch_time_{part}": share for part, share in shares.items()}

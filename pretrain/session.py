@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from instdisc.cli import to_dict, volatile_fields
 from instdisc.errors import UserError
@@ -18,15 +19,25 @@ from instdisc.images.sets import (
     has_split,
     load_images,
     random_subset,
+    share_lists,
 )
 from instdisc.images.transforms import InputSpec
 from instdisc.networks.backbones import Embedding, build_untrained, num_parameters
-from instdisc.runs.checkpoint import load_checkpoint, load_last
+from instdisc.runs.background import BackgroundWriter
+from instdisc.runs.checkpoint import (
+    DamagedFile,
+    load_checkpoint,
+    load_last,
+    previous_of,
+    set_aside,
+)
 from instdisc.runs.folders import provenance, runs_root, write_json
 from instdisc.runs.locks import empty_folder
 from instdisc.runs.log import LOGGER, boxed, setup_logging
+from instdisc.runs.row_files import StoredRows, open_rows
 from instdisc.training import dist
 from instdisc.training.dist import Process
+from instdisc.training.draws import draws_of
 from pretrain.config import PretrainConfig
 from pretrain.monitor import Monitor
 
@@ -49,9 +60,10 @@ class Session:
     def __init__(self, config: PretrainConfig, process: Process) -> None:
         self.config = config
         self.process = process
-        self.output = config.output or runs_root() / "pretrain" / config.arch
+        self.output = config.output or runs_root() / "pretrain" / config.arch.replace(":", "-")
         self.last_checkpoint = self.output / "last.pt"
         self.bad_images_file = self.output / "bad_images.txt"
+        self.writer = BackgroundWriter()
 
     @property
     def is_main(self) -> bool:
@@ -72,33 +84,45 @@ class Session:
         return InputSpec(config.image_size, mean, std, config.crop_ratio)
 
     @functools.cached_property
-    def monitor(self) -> Monitor | None:
-        """What measures the features during training; kNN where there are validation images."""
-        config = self.config
+    def val(self) -> ImageSet | None:
+        """Images for the kNN accuracy; None where none have classes, or none are wanted."""
+        config, train = self.config, self.train
         location = locate_data(config.data)
         if not config.monitor_every:
             return None
+        alone = "the monitor measures RankMe, and no kNN accuracy"
         if not has_split(location, "val"):
-            LOGGER.info("no val/ beside train/: the monitor measures RankMe, and no kNN accuracy")
-            return Monitor(config, self.train, None, self.spec, self.process)
-        val = load_images(location, "val", skip_bad=config.skip_bad_images)
-        if val.classes != self.train.classes:
+            LOGGER.info(f"no val/ beside train/: {alone}")
+            return None
+        if not train.is_labelled:
+            LOGGER.info(f"the images of {location.root} have no classes: {alone}")
+            return None
+        skip_bad = config.skip_bad_images
+        val = dist.from_first(lambda: load_images(location, "val", skip_bad=skip_bad))
+        if not val.is_labelled:
+            LOGGER.warning(
+                f"val/ of {location.root} has no class folders, so {alone}: put each image into "
+                "the folder of its class (for ImageNet python -m instdisc.images.arrange does)"
+            )
+            return None
+        if val.classes != train.classes:
             raise UserError(
                 f"train/ and val/ of {location.root} have different classes: "
                 "make them agree, or turn the monitor off with --monitor-every 0"
             )
-        return Monitor(config, self.train, val, self.spec, self.process)
+        return val
 
-    def _open_train(self) -> ImageSet:
+    @functools.cached_property
+    def monitor(self) -> Monitor | None:
+        """What measures the features during training; kNN where there are validation images."""
+        if not self.config.monitor_every:
+            return None
+        return Monitor(self.config, self.train, self.val, self.spec, self.process)
+
+    def _list_train(self) -> ImageSet:
+        """Lists the training images and looks for unreadable ones; the first process, for all."""
         config = self.config
-        location = locate_data(config.data)
-        if location.is_demo and self.is_main:
-            LOGGER.warning(DEMO_BANNER)
-        if not self.is_main:
-            dist.barrier()  # the first process makes the demo images
-        images = load_images(location, "train", skip_bad=config.skip_bad_images)
-        if self.is_main:
-            dist.barrier()
+        images = load_images(locate_data(config.data), "train", skip_bad=config.skip_bad_images)
         images = random_subset(images, config.train_fraction, config.seed)
         bad = find_bad_images(images)
         names = tuple(images.name(i) for i in bad)
@@ -107,6 +131,13 @@ class Session:
         if bad:
             images = images.subset(np.setdiff1d(np.arange(len(images)), bad))
             images = dataclasses.replace(images, skipped=images.skipped + names)
+        return share_lists(images)
+
+    def _open_train(self) -> ImageSet:
+        config = self.config
+        if locate_data(config.data).is_demo and self.is_main:
+            LOGGER.warning(DEMO_BANNER)
+        images = dist.from_first(self._list_train)
         n = len(images)
         share = self.process.world_size * config.accumulate
         if n < 2:
@@ -132,26 +163,73 @@ class Session:
         return build_untrained(to_dict(self.config))
 
     def find_checkpoint(self) -> dict[str, Any] | None:
-        """The state to go on from, checked to belong to this run; None for a fresh start."""
+        """The state to go on from, checked to belong to this run; None for a fresh start.
+
+        The first process, which holds the folder's lock, reads it before the others do.
+        """
         config = self.config
-        if config.overwrite:
-            self._delete_run()
         path = self.last_checkpoint if config.resume in ("auto", "never") else Path(config.resume)
-        if config.resume == "never":
+        with dist.first_process_first(self.process):
+            if config.overwrite:
+                self._delete_run()
+            state = self._load_state(path)
+        step = -1 if state is None else state["step"]
+        steps = dist.all_gather_rows(torch.tensor([step], device=self.process.device)).tolist()
+        if len(set(steps)) > 1:
+            raise UserError(
+                f"the processes see different checkpoints as {path} (steps {steps}, -1 for none): "
+                "put --output on a disk that they share"
+            )
+        if state is not None:
+            self._check_same_run(state, path)
+            state = self._open_bank(state, path)
+        return state
+
+    def _open_bank(self, state: dict[str, Any], path: Path) -> dict[str, Any]:
+        """The state with its rows found to be whole; that of the save before, if they are not."""
+        rows, damage = self._find_damage(state["bank"], path)
+        if damage is None:
+            return {**state, "bank": rows}
+        older = previous_of(path)
+        if self.config.resume != "auto" or not older.exists():
+            raise damage
+        with dist.first_process_first(self.process):
+            state = load_checkpoint(older, "train", mapped=True)
+        self._check_same_run(state, older)
+        rows, damage_too = self._find_damage(state["bank"], older)
+        if damage_too is not None:
+            raise damage
+        if self.is_main:
+            set_aside(path)
+            LOGGER.warning(f"{damage}; it is set aside ({path.name}.damaged), {older} is used")
+        return {**state, "bank": rows}
+
+    def _find_damage(self, entry: Any, path: Path) -> tuple[Any, UserError | None]:
+        """The rows of a checkpoint, of which all processes read a part; all know what one finds."""
+        rows: Any = None
+        damage: UserError | None = None
+        try:
+            rows = open_rows(entry, path)
+            if isinstance(rows, StoredRows):
+                damage = rows.find_damage(self.process.rank, self.process.world_size)
+        except DamagedFile as error:
+            damage = error
+        if dist.agree(damage is not None) and damage is None:
+            damage = UserError(f"{path}: another process found its rows to be damaged")
+        return rows, damage
+
+    def _load_state(self, path: Path) -> dict[str, Any] | None:
+        if self.config.resume == "never":
             if path.exists():
                 raise UserError(
                     f"{self.output} holds a run: choose another --output, or --overwrite"
                 )
             return None
         # With a sharded bank no process wants all rows in its memory: they stay in the file.
-        mapped = config.bank_placement == "sharded"
-        if config.resume == "auto":
-            state = load_last(path, "train", mapped=mapped, rename=self.is_main)
-        else:
-            state = load_checkpoint(path, "train", mapped=mapped)
-        if state is not None:
-            self._check_same_run(state, path)
-        return state
+        mapped = self.config.bank_placement == "sharded"
+        if self.config.resume == "auto":
+            return load_last(path, "train", mapped=mapped)
+        return load_checkpoint(path, "train", mapped=mapped)
 
     def _delete_run(self) -> None:
         if self.output.exists() and any(self.output.glob("[!.]*")):
@@ -159,9 +237,7 @@ class Session:
                 raise UserError(
                     f"{self.output} is not a run folder, so --overwrite leaves it alone"
                 )
-            if self.is_main:
-                empty_folder(self.output)
-        dist.barrier()
+            empty_folder(self.output)
 
     def _check_same_run(self, state: dict[str, Any], path: Path) -> None:
         # An option that is younger than the checkpoint had its default's effect.
@@ -179,6 +255,14 @@ class Session:
                 f"{path} was trained on another list of images, and a bank row means an image: "
                 f"restore the images, or {remedy}"
             )
+        # Checkpoints without the word are of the time when every run drew sequences.
+        theirs_drawn, ours_drawn = state.get("draws", "sequence"), draws_of(len(self.train))
+        if theirs_drawn != ours_drawn:
+            raise UserError(
+                f"{path} has drawn order and noise by {theirs_drawn}, and this version draws those "
+                f"of {len(self.train):,} images by {ours_drawn}: go on with the version that began "
+                f"it (see provenance.json), or {remedy}"
+            )
 
     def open_folder(self) -> None:
         """Writes config.json and starts log.txt; call when all arguments have been checked."""
@@ -188,6 +272,7 @@ class Session:
             write_json(self.output / "provenance.json", provenance())
             for name in self.train.skipped:
                 self.record_bad_image(f"{name} is not a readable image")
+        _ = self.val  # report what is wrong with it now, not after an epoch
 
     def record_bad_image(self, message: str) -> None:
         """Keeps the name of an image that was skipped."""

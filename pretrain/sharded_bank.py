@@ -11,12 +11,25 @@ What a step needs of the others' rows is computed where the rows lie. With W pro
     update           features are gathered; each process writes the rows that are its own
 """
 
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from instdisc.errors import UserError, explain, some_of
+from instdisc.runs.row_files import (
+    RowSnapshot,
+    StoredRows,
+    describe_rows,
+    read_rows,
+    write_row_file,
+)
 from instdisc.training import dist
 from pretrain import objectives
 from pretrain.bank import CHUNK_ROWS, MemoryBank, blend_rows, initial_rows
@@ -61,7 +74,7 @@ class _ShardedProducts(torch.autograd.Function):
         owned = (noise >= first_row) & (noise < first_row + len(shard))
         images, columns = owned.nonzero(as_tuple=True)
         # The owned columns of each image, moved to the left: as narrow as the fullest row allows.
-        # The places that stay empty look at row 0, and nobody asks for their products.
+        # Empty places point to row 0; their products are not used.
         places = owned.cumsum(dim=1)[images, columns] - 1
         width = int(places.max()) + 1 if len(places) else 0
         local = torch.zeros(len(noise), width, dtype=torch.int64, device=noise.device)
@@ -111,6 +124,7 @@ class ShardedBank(MemoryBank):
         self.owned = rows_of_rank(num_images, rank, world_size)
         rows = initial_rows(num_images, dim, seed=seed, rows=self.owned, dtype=dtype)
         self.register_buffer("vectors", rows)
+        self._snapshot: RowSnapshot | None = None  # of the latest save
 
     def _is_mine(self, indices: Tensor) -> Tensor:
         return (indices >= self.owned.start) & (indices < self.owned.stop)
@@ -143,23 +157,23 @@ class ShardedBank(MemoryBank):
         return products / temperature
 
     @torch.no_grad()
-    def update(self, indices: Tensor, features: Tensor) -> None:
+    def update(self, indices: Tensor, features: Tensor, valid: Tensor) -> None:
         """Writes the rows that this process owns; arguments as for a bank with all rows."""
-        mine = self._is_mine(indices)
+        mine = self._is_mine(indices) & valid
         places = indices[mine] - self.owned.start
         new = blend_rows(self.vectors[places], features[mine], self.momentum)
-        self.vectors[places] = new.to(self.vectors.dtype)
+        with self._snapshot.changing(places) if self._snapshot else contextlib.nullcontext():
+            self.vectors[places] = new.to(self.vectors.dtype)
 
-    def assemble(self, *, everywhere: bool = False) -> Tensor | None:
-        """All rows in order, in host memory: of the first process, or of every one.
+    def assemble(self) -> Tensor:
+        """All rows in order, in host memory, on every process; all call it.
 
-        Owners send their rows in turn and in parts, so that no other process needs room for them.
+        Owners send their rows in turn and in parts.
         """
         if self.world_size == 1:
             return self.vectors
         dim, dtype = self.vectors.shape[1], self.vectors.dtype
-        wanted = everywhere or self.rank == 0
-        table = torch.empty(self.num_images if wanted else 0, dim, dtype=dtype)
+        table = torch.empty(self.num_images, dim, dtype=dtype)
         for owner in range(self.world_size):
             rows = rows_of_rank(self.num_images, owner, self.world_size)
             for first in range(rows.start, rows.stop, CHUNK_ROWS):
@@ -169,13 +183,40 @@ class ShardedBank(MemoryBank):
                 else:
                     part = self.vectors.new_empty(last - first, dim)
                 torch_dist.broadcast(part, src=owner)
-                if wanted:
-                    table[first:last] = part.cpu()
-        return table if wanted else None
+                table[first:last] = part.cpu()
+        return table
 
-    def load(self, table: Tensor) -> None:
+    def start_saving(self, checkpoint: Path) -> Callable[[], dict[str, Any]]:
+        """Holds fast what the rows are now; all processes call it.
+
+        Returns:
+            What writes this process's rows while training goes on, waits for the other processes,
+            and gives what the checkpoint is to say of the rows: for a thread on each process.
+        """
+        save = dist.from_first(lambda: os.urandom(4).hex())
+        self._snapshot = RowSnapshot(self.vectors)
+        return functools.partial(self._write, checkpoint, f"{save}.{self.rank}", self._snapshot)
+
+    def _write(self, checkpoint: Path, name: str, snapshot: RowSnapshot) -> dict[str, Any]:
+        file: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            with snapshot:
+                file = write_row_file(checkpoint, name, snapshot, self.owned.start)
+        except Exception as error:  # the others must hear of it, whatever it is
+            failure = error
+        reason = "" if failure is None else explain(failure) or repr(failure)
+        found = dist.gather_from_writers((file, reason))
+        if failure is not None:
+            raise failure
+        failed = [f"process {rank}: {why}" for rank, (_, why) in enumerate(found) if why]
+        if failed:
+            raise UserError(f"the checkpoint was not written: {some_of(failed)}")
+        return describe_rows(checkpoint, self.vectors, [each for each, _ in found])
+
+    def load(self, table: Tensor | StoredRows) -> None:
         """Takes its own rows from a checkpoint's, `(N, D)`."""
-        self.vectors.copy_(table[self.owned.start : self.owned.stop])
+        read_rows(table, self.vectors, self.owned.start)
 
     def compare_copies(self, device: torch.device) -> None:
         """There is one copy of each row: nothing to compare."""

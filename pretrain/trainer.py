@@ -7,7 +7,7 @@ many threads.
 """
 
 import contextlib
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instdisc.cli import to_dict
-from instdisc.errors import UserError
-from instdisc.images.loading import BatchPlan, Samples, build_loader
+from instdisc.images.loading import BatchPlan, Samples, build_loader, keep_valid, to_device
 from instdisc.images.transforms import pretrain_transform
-from instdisc.networks.backbones import Embedding, backbone_payload
-from instdisc.runs.checkpoint import save_checkpoint
-from instdisc.runs.folders import provenance
+from instdisc.networks.backbones import backbone_payload
+from instdisc.runs.checkpoint import copy_to_host, save_checkpoint
+from instdisc.runs.folders import provenance, read_jsonl
 from instdisc.runs.locks import lock_folder
 from instdisc.runs.log import LOGGER, setup_logging
+from instdisc.runs.row_files import remove_unnamed
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
 from instdisc.training.amp import autocast, build_scaler, check_amp
-from instdisc.training.cpu import prepare_cpu
+from instdisc.training.cpu import keep_memory
+from instdisc.training.draws import draws_of
+from instdisc.training.loop import (
+    LossMeter,
+    SaveOrStop,
+    prepare_device,
+    share_buffers,
+    wrap_parallel,
+)
 from instdisc.training.schedules import step_decay
 from instdisc.training.seed import seed_global
 from instdisc.training.timing import StepClock
@@ -47,9 +55,8 @@ class Trainer:
         self.session, self.config, self.process = session, config, process
         n = len(session.train)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        self.layout = layout
         self.model = session.build_model().to(process.device).to(memory_format=layout)
-        prepare_cpu(self.model, process.device)
+        prepare_device(self.model, process.device)
         check_amp(self.model, config.image_size, process.device, config.amp)
         self.bank = build_bank(config, n, process)
         self.criterion = Criterion(config, n).to(process.device)
@@ -57,35 +64,31 @@ class Trainer:
             config, [*self.model.parameters(), *self.criterion.parameters()]
         )
         self.scaler = build_scaler(process.device, config.amp)
-        self.parallel_model = self._parallel(self.model)
-        self.parallel_criterion = self._parallel(self.criterion)
+        self.parallel_model = wrap_parallel(self.model, process, compiled=config.compile)
+        self.parallel_criterion = wrap_parallel(self.criterion, process)
         self.steps_per_epoch = n // config.batch_size
         self.num_steps = self.steps_per_epoch * config.epochs
         self.clock = StepClock(process.device)
         self.step = 0
-        self.epoch_loss = 0.0  # sum over the steps of this epoch so far
+        self.losses = LossMeter(process.device)
+        self.lacks_row = False  # it went on from the end of an epoch that was not measured yet
+        self._copied: dict[str, Any] = {}  # what was last saved, for its memory
         self.bad_images: set[str] = set()
         self.nan_guard = NanGuard(session, (self.model, self.criterion))
         # Equation 1 has no normalisation; with unit rows and no temperature it cannot be learnt.
         self.unit_features = config.objective != "parametric"
 
-    def _parallel(self, module: nn.Module) -> nn.Module:
-        if self.process.world_size == 1 or not any(True for _ in module.parameters()):
-            return module
-        on_gpu = self.process.device.type == "cuda"
-        return DistributedDataParallel(module, device_ids=[self.process.device] if on_gpu else None)
-
-    def state(self, bank: Tensor) -> dict[str, Any]:
-        """Everything a resumed run needs, with all rows of the bank."""
+    def state(self) -> dict[str, Any]:
+        """Everything a resumed run needs but the rows of the bank."""
         return {
             "config": to_dict(self.config),
             "data_fingerprint": self.session.train.fingerprint,
+            "draws": draws_of(len(self.session.train)),
             "step": self.step,
-            "epoch_loss": self.epoch_loss,
+            "epoch_loss": self.losses.total,
             "num_skipped": self.nan_guard.num_skipped,
             "model": self.model.state_dict(),
             "criterion": self.criterion.state_dict(),
-            "bank": bank,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
@@ -93,7 +96,10 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over the state of a checkpoint, which Session has found to fit this run."""
         self.step = state["step"]
-        self.epoch_loss = state["epoch_loss"]
+        ended = 0 < self.step <= self.num_steps and self.step % self.steps_per_epoch == 0
+        self.lacks_row = ended and self._lacks_row()
+        total = 0.0 if ended and not self.lacks_row else state["epoch_loss"]
+        self.losses = LossMeter(self.process.device, total)
         self.nan_guard.num_skipped = state.get("num_skipped", 0)
         self.model.load_state_dict(state["model"])
         self.criterion.load_state_dict(state["criterion"])
@@ -101,19 +107,20 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
+    def _lacks_row(self) -> bool:
+        """Whether metrics.jsonl has no row of the epoch that ends with this step."""
+        if not self.session.is_main:
+            return dist.agree(False)
+        rows = read_jsonl(self.session.output / "metrics.jsonl")
+        return dist.agree(not any(r["step"] == self.step and "epoch_loss" in r for r in rows))
+
     def _mean_over_processes(self, value: Tensor) -> Tensor:
         return dist.all_reduce_sum(value) / self.process.world_size
 
-    def _keep_valid(self, indices: Tensor, errors: list[str]) -> Tensor:
-        """1 for each image that could be read, 0 for the others, `(B,)`; stops unless skipping."""
-        for error in filter(None, errors):
-            if not self.config.skip_bad_images:
-                raise UserError(f"{error}: remove or replace it, or pass --skip-bad-images")
-            if error not in self.bad_images:
-                self.bad_images.add(error)
-                self.session.record_bad_image(error)
-        valid = torch.tensor([float(not error) for error in errors])
-        return valid.to(self.process.device, non_blocking=True)
+    def _record_bad_image(self, error: str) -> None:
+        if error not in self.bad_images:
+            self.bad_images.add(error)
+            self.session.record_bad_image(error)
 
     def train_step(self, batches: Any) -> Tensor:
         """One optimiser step and the bank update after it; the mean loss of the local images."""
@@ -132,13 +139,14 @@ class Trainer:
         seed_global(config.seed, "step", self.step, self.process.rank)
         self.optimizer.zero_grad(set_to_none=True)
         self.nan_guard.before_step()
+        report = self._record_bad_image if config.skip_bad_images else None
         mark = self.clock.mark
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
         total = torch.zeros((), device=device)
         for part in range(config.accumulate):
             pixels, indices, errors = next(batches)
-            valid = self._keep_valid(indices, errors)
-            pixels = pixels.to(device, non_blocking=True, memory_format=self.layout)
+            valid = keep_valid(errors, device, report)
+            pixels = to_device(pixels, device, channels_last=config.channels_last)
             indices = indices.to(device, non_blocking=True)
             first = self.process.rank * share + part * micro
             mark("data")
@@ -164,22 +172,40 @@ class Trainer:
             rows = features.detach()
             rows = rows if self.unit_features else nn.functional.normalize(rows, dim=1)
             seen.append((indices, rows, valid))
-        if self.nan_guard.accepts(total, self.step, (part[0] for part in seen)):
+        indices, rows, valid = (torch.cat(column) for column in zip(*seen, strict=True))
+        indices, rows, valid, losses = self._gather(indices, rows, valid, total)
+        mark("bank")
+        if self.nan_guard.accepts(losses, self.step, indices):
             self.scaler.step(self.optimizer)
             self.scaler.update()
             mark("optimizer")
-            self._update_bank(*(torch.cat(column) for column in zip(*seen, strict=True)))
+            self.bank.update(indices, rows, valid)
             mark("bank")
         else:
             total = torch.zeros_like(total)
         self.step += 1
         return total
 
-    def _update_bank(self, indices: Tensor, features: Tensor, valid: Tensor) -> None:
-        """Every process applies the updates of all processes, in the same order."""
-        indices, features, valid = (dist.all_gather_rows(t) for t in (indices, features, valid))
-        kept = valid.bool()
-        self.bank.update(indices[kept], features[kept])
+    def _gather(
+        self, indices: Tensor, features: Tensor, valid: Tensor, loss: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Images, features and flags of all processes in order, and the loss of each, `(W,)`.
+
+        Every process applies the bank updates of all, in the same order.
+        """
+        count, world_size = len(indices), self.process.world_size
+        if world_size == 1:
+            return indices, features, valid > 0, loss[None]
+        # Bits of four columns in one, for one collective.
+        parts = (indices[:, None], features.float(), valid[:, None], loss.expand(count, 1))
+        packed = dist.all_gather_rows(torch.cat([part.view(torch.int32) for part in parts], dim=1))
+        place, rows, flags, losses = packed.split([2, features.shape[1], 1, 1], dim=1)
+        return (
+            place.contiguous().view(torch.int64).squeeze(1),
+            rows.contiguous().view(torch.float32),
+            flags.squeeze(1).contiguous().view(torch.float32) > 0,
+            losses[::count, 0].contiguous().view(torch.float32),
+        )
 
     @contextlib.contextmanager
     def _sync_gradients(self, *, last: bool) -> Any:
@@ -212,60 +238,77 @@ class Trainer:
             samples, plan, config.workers, pin_memory=self.process.device.type == "cuda"
         )
         batches = iter(loader)
-        saved = time.monotonic()
+        keep_memory(self.process.device)  # the loader processes have been started without it
         self.parallel_model.train()
-        with contextlib.closing(journal), StopSignal() as stop:
+        with contextlib.closing(journal), StopSignal() as stop, session.writer:
+            saves = SaveOrStop(stop, config.save_minutes)
             if not self.step:
-                journal.tell_untrained(self._measure())
+                journal.tell_untrained(self._measure(stop))
+            elif self.lacks_row:
+                self._tell_epoch(journal, stop)
             while self.step < self.num_steps:
-                local = self.train_step(batches)
-                loss, stopping = self._share(local, stop.raised)
-                self.epoch_loss += loss
+                self.losses.add(self.train_step(batches))
                 lr = self.optimizer.param_groups[0]["lr"]
-                journal.tell_step(self.step, loss, lr, self.criterion.normalizer)
+                journal.tell_step(self.step, self._read_loss, lr, self.criterion.normalizer)
                 ended = self.step % self.steps_per_epoch == 0
-                if ended:
-                    self._end_epoch(journal)
-                if ended or stopping or time.monotonic() - saved >= 60 * config.save_minutes:
+                if saves.is_due(ended=ended):
+                    self._settle()
                     self.save()
-                    saved = time.monotonic()
-                if stopping:
-                    raise stop.interrupt(self.step, session.last_checkpoint)
+                    if ended:
+                        self._tell_epoch(journal, stop)
+                    finished = self.step == self.num_steps
+                    saves.saved(self.step, session.last_checkpoint, finished=finished)
 
-    def _share(self, loss: Tensor, stopping: bool) -> tuple[float, bool]:
-        """The mean loss over processes, and whether any of them was told to stop."""
-        both = torch.stack([loss, torch.full_like(loss, float(stopping))])
-        both = dist.all_reduce_sum(both)
-        return both[0].item() / self.process.world_size, bool(both[1].item() > 0)
+    def _read_loss(self) -> float:
+        """The mean loss of the latest step over all processes, which all read it."""
+        self.nan_guard.check_latest()
+        return self.losses.read()
 
-    def _end_epoch(self, journal: Journal) -> None:
+    def _settle(self) -> None:
+        """Before anything is evaluated or saved: losses are finite, processes have one state."""
+        self._read_loss()
+        share_buffers([self.model, self.criterion])
+
+    def _tell_epoch(self, journal: Journal, stop: StopSignal) -> None:
+        """Measures an epoch that is saved, and writes its row; a resumed run does what is left."""
         epoch, config = self.step // self.steps_per_epoch, self.config
-        self.bank.compare_copies(self.process.device)
         due = config.monitor_every and epoch % config.monitor_every == 0
-        measured = self._measure() if due or epoch == config.epochs else {}
-        journal.tell_epoch(self.step, self.epoch_loss / self.steps_per_epoch, measured)
-        self.epoch_loss = 0.0
+        measured = self._measure(stop) if due or epoch == config.epochs else {}
+        journal.tell_epoch(self.step, self.losses.end_epoch() / self.steps_per_epoch, measured)
 
-    def _measure(self) -> dict[str, float]:
-        """What the monitor finds, if the run has one."""
+    def _measure(self, stop: StopSignal) -> dict[str, float]:
+        """What the monitor finds, if the run has one; a stop signal ends it between two batches."""
         monitor = self.session.monitor
         if monitor is None:
             return {}
-        rows = self.bank.assemble(everywhere=True)
-        assert rows is not None
-        return monitor.measure(self.model, rows.float())
+
+        def check() -> None:
+            if dist.agree(stop.raised):
+                raise stop.interrupt(self.step, self.session.last_checkpoint)
+
+        dist.barrier()  # one of the processes may have taken long to list the validation images
+        rows = self.bank.assemble().float() if monitor.val is not None else None
+        return monitor.measure(self.model, rows, check)
 
     def save(self) -> None:
-        """Writes backbone.pt, then last.pt, by the first process; all of them take part."""
+        """Copies the state to host memory; a thread of the first process writes it meanwhile.
+
+        Of a sharded bank nothing is copied: each process has a thread that writes its rows.
+        """
         self.nan_guard.check_weights(self.step)
-        rows = self.bank.assemble()
+        if self.step % self.steps_per_epoch == 0:
+            self.bank.compare_copies(self.process.device)
+        with dist.first_process_first(self.process):
+            self.session.writer.wait()  # one copy at a time in memory
+        write_rows = self.bank.start_saving(self.session.last_checkpoint)
         if self.session.is_main:
-            assert rows is not None
-            # In this order: who finds a finished last.pt has the backbone that belongs to it.
-            save_backbone(self.session, self.model, self.step / self.steps_per_epoch)
-            last, state = self.session.last_checkpoint, self.state(rows)
-            save_checkpoint(last, "train", state, keep_previous=True)
-        dist.barrier()
+            rows = {"bank": self.bank.vectors} if write_rows is None else {}
+            content = {"backbone": backbone_content(self), "state": {**self.state(), **rows}}
+            self._copied = copied = copy_to_host(content, self._copied)
+            backbone, state = copied["backbone"], copied["state"]
+            self.session.writer.start(lambda: _write(self.session, backbone, state, write_rows))
+        elif write_rows is not None:
+            self.session.writer.start(write_rows)
 
 
 def build_optimizer(
@@ -286,45 +329,54 @@ def build_optimizer(
     )
 
 
-def save_backbone(session: Session, model: Embedding, epoch: float) -> None:
-    """Writes the interface to everything downstream."""
+def backbone_content(trainer: Trainer) -> dict[str, Any]:
+    """The interface to everything downstream."""
+    session = trainer.session
     pretraining = {
         "config": to_dict(session.config),
         "dataset": session.train.dataset,
         "data_fingerprint": session.train.fingerprint,
-        "epoch": epoch,
-        "provenance": provenance(),
+        "epoch": trainer.step / trainer.steps_per_epoch,
     }
-    payload = {
-        **backbone_payload(model),
+    return {
+        **backbone_payload(trainer.model),
         "input": session.spec.to_dict(),
         "pretraining": pretraining,
     }
-    save_checkpoint(session.output / "backbone.pt", "backbone", payload)
+
+
+def _write(
+    session: Session,
+    backbone: dict[str, Any],
+    state: dict[str, Any],
+    write_rows: Callable[[], dict[str, Any]] | None,
+) -> None:
+    """In this order: who finds a finished last.pt has the rows and backbone that belong to it."""
+    if write_rows is not None:
+        state = {**state, "bank": write_rows()}
+    backbone["pretraining"]["provenance"] = provenance()
+    save_checkpoint(session.output / "backbone.pt", "backbone", backbone)
+    save_checkpoint(session.last_checkpoint, "train", state, keep_previous=True)
+    remove_unnamed(session.last_checkpoint)
 
 
 def pretrain(config: PretrainConfig) -> Path:
     """Trains, or goes on training, and returns the backbone's file."""
-    process = dist.init_process(config.device)
-    setup_logging(None, is_main=process.is_main)
-    session = Session(config, process)
-    backbone = session.output / "backbone.pt"
-    try:
-        with lock_folder(session.output) if process.is_main else contextlib.nullcontext():
+    with dist.joined(config.device, config.threads) as process:
+        setup_logging(None, is_main=process.is_main)
+        session = Session(config, process)
+        with contextlib.ExitStack() as stack:
+            with dist.first_process_first(process):
+                if process.is_main:
+                    stack.enter_context(lock_folder(session.output))
             _train(session)
-        return backbone
-    finally:
-        dist.close()
+        return session.output / "backbone.pt"
 
 
 def _train(session: Session) -> None:
-    config = session.config
-    checkpoint = session.find_checkpoint()
-    trainer = Trainer(session)
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
-    if trainer.step >= trainer.num_steps:
-        LOGGER.info(f"{session.output} is finished ({config.epochs} epochs): nothing to do")
+    trainer = _build_trainer(session)
+    if trainer.step >= trainer.num_steps and not trainer.lacks_row:
+        LOGGER.info(f"{session.output} is finished ({session.config.epochs} epochs): nothing to do")
         return
     session.open_folder()
     LOGGER.info(session.describe(trainer.model))
@@ -332,3 +384,12 @@ def _train(session: Session) -> None:
         LOGGER.info(f"going on after step {trainer.step} of {trainer.num_steps}")
     trainer.train()
     LOGGER.info(f"done: {session.output / 'backbone.pt'}")
+
+
+def _build_trainer(session: Session) -> Trainer:
+    """A trainer at the step to go on from; the checkpoint is not kept in memory."""
+    checkpoint = session.find_checkpoint()
+    trainer = Trainer(session)
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    return trainer

@@ -106,13 +106,13 @@ def test_checkpoints_that_do_not_fit_are_left_alone(
     assert "truncated" in refused(capsys, *argv)
     assert last.stat().st_size == len(whole) // 2
     assert "no such file" in refused(capsys, *argv, "--resume", str(tmp_path / "x.pt"))
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
-    (stranger / "thesis.tex").touch()
+    unrelated = tmp_path / "unrelated"
+    unrelated.mkdir()
+    (unrelated / "thesis.tex").touch()
     assert "not a run folder" in refused(
-        capsys, *SMALL, "--data", str(image_tree), "--output", str(stranger), "--overwrite"
+        capsys, *SMALL, "--data", str(image_tree), "--output", str(unrelated), "--overwrite"
     )
-    assert (stranger / "thesis.tex").exists()
+    assert (unrelated / "thesis.tex").exists()
 
 
 def test_a_full_disk_while_saving_keeps_the_previous_checkpoint(
@@ -156,6 +156,7 @@ def test_bfloat16_on_a_cpu_is_refused_where_its_gradients_are_wrong(
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="bfloat16 needs oneDNN")
 def test_bfloat16_on_a_cpu_trains(image_tree: Path, tmp_path: Path, repo: Path) -> None:
     argv = [*SMALL, "--data", str(image_tree), "--output", str(tmp_path / "run"), "--amp=bf16"]

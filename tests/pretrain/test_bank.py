@@ -23,7 +23,7 @@ def test_an_update_blends_normalises_and_leaves_the_other_rows(momentum: float) 
     memory = bank(momentum)
     before = memory.vectors.clone()
     features = torch.nn.functional.normalize(torch.ones(2, 4) + torch.eye(2, 4), dim=1)
-    memory.update(torch.tensor([7, 2]), features)
+    memory.update(torch.tensor([7, 2]), features, torch.tensor([True, True]))
     for row, f in ((7, features[0]), (2, features[1])):
         blend = momentum * before[row].double() + (1 - momentum) * f.double()
         torch.testing.assert_close(memory.vectors[row].double(), blend / blend.norm())
@@ -72,7 +72,7 @@ def test_a_half_precision_bank_stores_rounded_rows_and_computes_in_float32(momen
     single.vectors.copy_(half.vectors)
     features = torch.nn.functional.normalize(torch.ones(2, 4) + torch.eye(2, 4), dim=1)
     for memory in (half, single):
-        memory.update(torch.tensor([7, 2]), features)
+        memory.update(torch.tensor([7, 2]), features, torch.tensor([True, True]))
     assert torch.equal(half.vectors, single.vectors.half())
     assert half.rows(torch.tensor([7, 1])).dtype == torch.float32
     before = half.checksum()

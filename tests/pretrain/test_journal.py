@@ -48,7 +48,7 @@ def test_a_z_that_has_left_the_one_in_use_is_told_once_with_the_cure(
 ) -> None:
     journal = open_journal(tmp_path)
     for step in (2, 3):
-        journal.tell_step(step, 10.0, 0.03, normalizer_with(drift))
+        journal.tell_step(step, lambda: 10.0, 0.03, normalizer_with(drift))
     journal.close()
     found = [line for line in said if line.startswith("WARNING")]
     assert len(found) == warns

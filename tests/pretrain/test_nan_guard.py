@@ -10,8 +10,13 @@ from torch import Tensor
 
 from instdisc.cli import parse
 from instdisc.errors import UserError
+from instdisc.images.loading import BatchPlan
+from instdisc.images.sets import read_folder
 from instdisc.runs.checkpoint import load_checkpoint
+from instdisc.training.dist import Process
 from pretrain.config import PretrainConfig, parse_on_nan
+from pretrain.nan_guard import NanGuard
+from pretrain.session import Session
 from pretrain.trainer import Trainer, pretrain
 
 
@@ -62,6 +67,37 @@ def test_it_stops_with_the_step_the_files_and_the_last_good_checkpoint(
     assert row["step"] == 4
     assert len(set(row["images"])) == 8
     assert all(Path(name).is_file() for name in row["images"])
+
+
+@pytest.mark.usefixtures("_nan_at_steps")
+@pytest.mark.parametrize("_nan_at_steps", [{1}, {2}], indirect=True)
+def test_between_steps_that_log_it_stops_before_anything_is_saved(
+    image_tree: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A step later, or where the epoch ends with the step; the step and its images are told."""
+    output, step = tmp_path / "run", min(request.node.callspec.params["_nan_at_steps"])
+    with pytest.raises(UserError, match=f"the loss is nan at step {step} .*start again"):
+        pretrain(config(image_tree, output, log_every=99))
+    assert not (output / "last.pt").exists()
+    (row,) = map(json.loads, (output / "nan_batches.jsonl").read_text().splitlines())
+    plan = BatchPlan(24, 8, seed=0, num_steps=6)
+    images = read_folder(image_tree / "train", "t", "train")
+    assert row["images"] == [images.name(index) for _, index in list(plan)[step]]
+
+
+def test_the_images_of_the_process_that_failed_are_named(image_tree: Path, tmp_path: Path) -> None:
+    session = Session(config(image_tree, tmp_path), Process(0, 3, torch.device("cpu")))
+    session.train = read_folder(image_tree / "train", "t", "train")
+    guard = NanGuard(session, [])
+    indices = torch.tensor([5, 6, 1, 2, 8, 9])
+    assert guard.accepts(torch.tensor([1.0, 2.0, 3.0]), 6, indices)
+    assert guard.accepts(torch.tensor([1.0, torch.inf, 3.0]), 7, indices)
+    with pytest.raises(UserError, match=r"the loss is inf at step 7 \(images"):
+        guard.accepts(torch.tensor([torch.nan] * 3), 8, indices)
+    (row,) = map(json.loads, (tmp_path / "nan_batches.jsonl").read_text().splitlines())
+    assert row == {
+        "step": 7, "loss": "inf", "images": [session.train.name(1), session.train.name(2)]
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("_nan_at_steps")

@@ -59,10 +59,11 @@ def run(values, table):
         features, inputs["indices"][mine], bank, step=3, rows=rows, mean_over_processes=mean
     )
     losses.sum().backward()
-    bank.update(inputs["indices"], inputs["features"])
+    kept = torch.ones(len(inputs["indices"]), dtype=torch.bool)
+    bank.update(inputs["indices"], inputs["features"], kept)
     return {
         "losses": losses.detach(), "grad": features.grad, "numbers": bank.vectors.numel(),
-        "everywhere": bank.assemble(everywhere=True), "first": bank.assemble(),
+        "table": bank.assemble(),
     }
 
 results = {name: run(values, None) for name, values in job["cases"].items()}
@@ -119,7 +120,7 @@ def run_alone(name: str, table: torch.Tensor | None = None) -> dict[str, torch.T
         features, INDICES, bank, step=3, rows=range(B), mean_over_processes=lambda value: value
     )
     losses.sum().backward()
-    bank.update(INDICES, FEATURES)
+    bank.update(INDICES, FEATURES, torch.ones(len(INDICES), dtype=torch.bool))
     assert features.grad is not None
     return {"losses": losses.detach(), "grad": features.grad, "table": bank.vectors}
 
@@ -129,7 +130,7 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str,
     """Four processes; and two, which also go on from the rows that the four have saved."""
     folder = tmp_path_factory.mktemp("groups")
     four = run_group(4, folder / "4")
-    return {4: four, 2: run_group(2, folder / "2", table=four[0]["nce"]["first"])}
+    return {4: four, 2: run_group(2, folder / "2", table=four[0]["nce"]["table"])}
 
 
 @pytest.fixture(params=[2, 4])
@@ -151,10 +152,8 @@ def test_rows_after_an_update_are_exactly_those_of_one_process(
     group: list[dict], name: str
 ) -> None:
     alone = run_alone(name)["table"]
-    for rank, found in enumerate(group):
-        assert torch.equal(found[name]["everywhere"], alone)
-        assert (found[name]["first"] is None) == (rank > 0)
-    assert torch.equal(group[0][name]["first"], alone)
+    for found in group:
+        assert torch.equal(found[name]["table"], alone)
 
 
 def test_each_process_holds_its_share_and_no_more(group: list[dict]) -> None:
@@ -165,11 +164,11 @@ def test_each_process_holds_its_share_and_no_more(group: list[dict]) -> None:
 
 def test_a_checkpoint_moves_between_placements(groups: dict[int, list[dict]]) -> None:
     """Rows assembled from four processes, loaded by two, and by one: the same next step."""
-    table = groups[4][0]["nce"]["first"]
+    table = groups[4][0]["nce"]["table"]
     alone = run_alone("nce", table)
     together = torch.cat([found["moved"]["losses"] for found in groups[2]])
     torch.testing.assert_close(together, alone["losses"], atol=1e-5, rtol=1e-5)
-    assert torch.equal(groups[2][0]["moved"]["first"], alone["table"])
+    assert torch.equal(groups[2][0]["moved"]["table"], alone["table"])
     assert not torch.equal(table, alone["table"])
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 
 from instdisc.cli import to_dict
 from instdisc.errors import Interrupted, UserError
+from instdisc.images.loading import build_loader
 from instdisc.networks.weights import load_backbone
 from instdisc.runs.checkpoint import load_checkpoint, save_checkpoint
 from instdisc.runs.folders import read_jsonl
+from instdisc.runs.row_files import load_all_rows
+from instdisc.training import draws
 from pretrain.bank import MemoryBank
 from pretrain.config import PretrainConfig
+from pretrain.session import Session
 from pretrain.trainer import Trainer, pretrain
 
 
@@ -46,25 +51,13 @@ def config(data: Path, output: Path, **changes: Any) -> PretrainConfig:
     return PretrainConfig(**values)
 
 
-def tensors(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of a nested checkpoint."""
-    if isinstance(state, torch.Tensor):
-        return {path: state}
-    if not isinstance(state, dict | list | tuple):
-        return {}
-    items = state.items() if isinstance(state, dict) else enumerate(state)
-    return {k: v for name, x in items for k, v in tensors(x, f"{path}/{name}").items()}
-
-
 def assert_same_run(one: Path, two: Path) -> None:
     a, b = (load_checkpoint(run / "last.pt", "train") for run in (one, two))
+    for state, run in ((a, one), (b, two)):
+        state["bank"] = load_all_rows(state["bank"], run / "last.pt")
     assert a["step"] == b["step"]
-    left, right = (
-        tensors({k: s[k] for k in ("model", "bank", "optimizer", "criterion")}) for s in (a, b)
-    )
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
+    for part in ("model", "bank", "optimizer", "criterion"):
+        torch.testing.assert_close(a[part], b[part], rtol=0, atol=0)
     losses = [
         [(r["step"], r.get("loss")) for r in read_jsonl(run / "metrics.jsonl")]
         for run in (one, two)
@@ -85,6 +78,7 @@ inner = Trainer.train_step
 def outer(self, batches):
     loss = inner(self, batches)
     if self.step == int(sys.argv[1]):
+        self.session.writer.wait()  # what was saved before is written in the background
         os.kill(os.getpid(), signal.SIGKILL)
     return loss
 
@@ -147,6 +141,19 @@ def test_sigterm_saves_in_mid_epoch_and_the_same_command_goes_on(
     assert_same_run(whole_run, tmp_path / "run")
 
 
+@pytest.mark.slow  # loading the compiler takes seconds
+def test_a_compiled_run_goes_on_without_the_compiler(
+    image_tree: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are the same; with a backend that compiles nothing, bit for bit."""
+    inner = torch.compile
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", lambda module: inner(module, backend="eager"))
+        pretrain(config(image_tree, tmp_path / "run", epochs=1, compile=True))
+    pretrain(config(image_tree, tmp_path / "run"))
+    assert_same_run(whole_run, tmp_path / "run")
+
+
 def test_a_finished_run_is_left_alone_and_can_be_made_longer(
     image_tree: Path, tmp_path: Path, whole_run: Path
 ) -> None:
@@ -157,6 +164,41 @@ def test_a_finished_run_is_left_alone_and_can_be_made_longer(
     assert (output / "last.pt").stat().st_mtime_ns == before
     pretrain(config(image_tree, output, epochs=4))
     assert load_checkpoint(output / "last.pt", "train")["step"] == 12
+
+
+def test_a_loaded_checkpoint_is_not_kept_in_memory(
+    image_tree: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole_run, output)
+    loaded: list[weakref.ref[torch.Tensor]] = []
+    find, step = Session.find_checkpoint, Trainer.train_step
+
+    def remember(self: Session) -> dict[str, Any] | None:
+        state = find(self)
+        assert state is not None
+        loaded.append(weakref.ref(state["bank"]))
+        return state
+
+    def look(self: Trainer, batches: Any) -> torch.Tensor:
+        assert loaded[0]() is None
+        return step(self, batches)
+
+    monkeypatch.setattr(Session, "find_checkpoint", remember)
+    monkeypatch.setattr(Trainer, "train_step", look)
+    pretrain(config(image_tree, output, epochs=4))
+    assert load_checkpoint(output / "last.pt", "train")["step"] == 12
+
+
+def test_processes_that_see_different_checkpoints_do_not_begin(
+    image_tree: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows, rows - 3])
+
+    monkeypatch.setattr("pretrain.session.dist.all_gather_rows", gather)
+    with pytest.raises(UserError, match=r"steps \[9, 6\].*a disk that they share"):
+        pretrain(config(image_tree, whole_run, epochs=4))
 
 
 def test_another_run_in_the_folder_is_refused_and_kept(
@@ -216,6 +258,7 @@ def test_every_objective_trains_and_the_monitor_reports(
     assert all(torch.isfinite(torch.tensor(r["loss"])) for r in rows if "loss" in r)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_placement_of_one_process_trains_the_same_run(
     image_tree: Path, tmp_path: Path, whole_run: Path, dtype: str
@@ -227,6 +270,7 @@ def test_every_placement_of_one_process_trains_the_same_run(
     for epochs, placement in ((1, "sharded"), (2, "cpu"), (3, "sharded")):
         run = config(image_tree, moved, bank_dtype=dtype, bank_placement=placement, epochs=epochs)
         pretrain(run)
+        assert len(list((moved / "last.rows").iterdir())) == 1  # of last.pt or of the one before
     assert_same_run(first, moved)
     assert str(load_checkpoint(first / "last.pt", "train")["bank"].dtype) == f"torch.{dtype}"
     if dtype == "float32":
@@ -246,6 +290,56 @@ def test_a_checkpoint_older_than_an_option_goes_on_with_its_default(
         pretrain(config(image_tree, output, epochs=2, bank_dtype="float16"))
     pretrain(config(image_tree, output, epochs=2))
     assert load_checkpoint(output / "last.pt", "train")["step"] == 6
+
+
+@pytest.mark.slow
+def test_a_run_by_counters_resumes_exactly_and_is_not_mixed_with_sequences(
+    image_tree: Path, tmp_path: Path, whole_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "COUNTED_FROM", 24)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    pretrain(config(image_tree, whole, epochs=2))
+    for epochs in (1, 2):
+        pretrain(config(image_tree, parts, epochs=epochs))
+    assert_same_run(whole, parts)
+    state = load_checkpoint(parts / "last.pt", "train")
+    assert state["draws"] == "counter"
+    before = load_checkpoint(whole_run / "last.pt", "train")
+    assert not torch.equal(state["bank"], before["bank"])
+    # A checkpoint from before there was a choice.
+    del before["draws"]
+    save_checkpoint(parts / "last.pt", "train", before)
+    with pytest.raises(UserError, match=r"by sequence, .* by counter: go on"):
+        pretrain(config(image_tree, parts, epochs=4))
+    monkeypatch.setattr(draws, "COUNTED_FROM", 25)
+    pretrain(config(image_tree, parts, epochs=4))
+    assert load_checkpoint(parts / "last.pt", "train")["draws"] == "sequence"
+
+
+@pytest.mark.slow
+def test_damaged_rows_of_a_sharded_bank_are_those_of_the_save_before(
+    image_tree: Path, tmp_path: Path, whole_run: Path
+) -> None:
+    output = tmp_path / "run"
+    pretrain(config(image_tree, output, epochs=2, bank_placement="sharded"))
+    last, kept = output / "last.pt", tmp_path / "kept"
+    shutil.copytree(output, kept)
+    state = load_checkpoint(last, "train")
+    (named,) = (output / "last.rows" / each["name"] for each in state["bank"]["files"])
+    content = bytearray(named.read_bytes())
+    content[1000] ^= 1
+    named.write_bytes(content)
+    pretrain(config(image_tree, output, bank_placement="sharded"))
+    assert (output / "last.pt.damaged").exists()
+    assert_same_run(output, whole_run)
+    # Nothing is moved where the older one is no better, or a file was named.
+    for file in (kept / "last.rows").iterdir():
+        file.write_bytes(b"short")
+    before = sorted(p.name for p in kept.rglob("*"))
+    for resume in ("auto", str(kept / "last.pt")):
+        with pytest.raises(UserError, match=r"gone or of another size: keep last\.rows/ beside"):
+            pretrain(config(image_tree, kept, resume=resume))
+    assert sorted(p.name for p in kept.rglob("*")) == before
 
 
 PARTS = {"data", "forward", "objective", "backward", "optimizer", "bank"}
@@ -306,3 +400,42 @@ def test_an_unreadable_image_is_skipped_on_request_and_its_row_stays(
 def test_a_loss_that_is_no_number_stops_the_run(image_tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"the loss is (nan|inf) at step .*lower --lr"):
         pretrain(config(image_tree, tmp_path / "run", lr=1e30, epochs=3))
+
+
+STEPS = {
+    "nce": {},
+    "nce shared": {"negatives": "shared"},
+    "nce ema": {"normalizer": "ema", "accumulate": 2},
+    "nce exact": {"normalizer": "exact"},
+    "softmax": {"objective": "softmax"},
+    "sampled-softmax": {"objective": "sampled-softmax"},
+    "parametric": {"objective": "parametric"},
+    "leaves out": {"on_nan": ("skip", "1")},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_waits_for_no_device(
+    image_tree: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    host_syncs: Any,
+    name: str,
+) -> None:
+    """Three whole turns of the loop, between a step that logs and the end of the epoch."""
+    inner, syncs = Trainer.train_step, host_syncs()
+
+    def outer(self: Trainer, batches: Any) -> torch.Tensor:
+        if self.step == 2:
+            syncs.__enter__()
+        elif self.step == 5:
+            syncs.__exit__(None, None, None)
+        return inner(self, batches)
+
+    monkeypatch.setattr(Trainer, "train_step", outer)
+    loader = "pretrain.trainer.build_loader"  # which is the host's own work
+    monkeypatch.setattr(loader, lambda *args, **kwargs: list(build_loader(*args, **kwargs)))
+    values = {"epochs": 1, "batch_size": 4, "log_every": 99, **STEPS[name]}
+    pretrain(config(image_tree, tmp_path / "run", **values))
+    # Leaving a batch out needs the loss before the step is taken.
+    assert syncs.found == (["tolist"] * 3 if name == "leaves out" else [])
