@@ -5,7 +5,7 @@ import sys
 from instdisc.cli import command
 from transfer.detection.settings import DetectConfig
 
-main = command(DetectConfig, "transfer.detection.launch:launch")
+main = command(DetectConfig, "transfer.detection.task:run_detect")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,7 @@ object is difficult the detection counts for nothing. If it is taken, the detect
 and a false positive; else it is a true positive and takes the object. Difficult objects are not
 missed either: recall counts the others only.
 
-Choices where the definition leaves room:
+Choices where the definition is not unique:
 
 - Equal scores, `ties`: "numpy" sorts with `np.argsort(-scores)`, as the customary Python evaluators
   do, so published numbers come out to the sixth decimal. That sort is not stable and which of two
@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from instdisc.errors import UserError
+from instdisc.untrusted.limits import read_limited
 from transfer.detection.voc import Record
 
 Method = Literal["11point", "area"]
@@ -231,7 +232,7 @@ def load_comp4(folder: Path, split: str, class_names: Iterable[str]) -> dict[str
     for name in class_names:
         path = folder / f"comp4_det_{split}_{name}.txt"
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_limited(path).decode("utf-8").splitlines()
             fields = [line.split() for line in lines if line]
             numbers = np.array([row[1:] for row in fields], np.float64).reshape(len(fields), 5)
         except FileNotFoundError:

@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from instdisc.errors import UserError
 from instdisc.runs.folders import atomic_file
-from transfer.detection.mat_files import read_mat
-from transfer.detection.plain_pickle import load_plain_pickle
+from instdisc.untrusted.containers import load_plain_pickle
+from instdisc.untrusted.matlab import read_mat
 from transfer.detection.voc import XYXY_ABS
 
 XYWH_ABS = 1  # detectron2.structures.BoxMode.XYWH_ABS

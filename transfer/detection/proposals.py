@@ -3,12 +3,14 @@
 The files themselves, ours and other tools', are `proposal_files`.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
-import shutil
+import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,12 +20,15 @@ from pathlib import Path
 import cv2
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from instdisc.cli import say
-from instdisc.errors import UserError
-from instdisc.names import VOC_VARIABLE
+from instdisc.errors import Interrupted, UserError
+from instdisc.names import STOP_SIGNALS, VOC_VARIABLE
 from instdisc.runs.folders import runs_root
+from instdisc.runs.locks import FolderInUse, lock_folder
+from instdisc.runs.log import Countdown
+from instdisc.runs.signals import StopSignal, leave_signals_to_parent
+from instdisc.training.cores import num_cores
 from transfer.detection.average_precision import box_iou
 from transfer.detection.proposal_files import (
     Array,
@@ -45,6 +50,7 @@ from transfer.detection.voc import (
 __all__ = [
     "Proposals",
     "Summary",
+    "await_proposals",
     "check_proposals",
     "from_detectron_pkl",
     "from_mat",
@@ -115,10 +121,14 @@ def make_proposals(
     *,
     progress: bool = True,
 ) -> Proposals:
-    """Selective search over a split; goes on where a killed run stopped.
+    """Selective search over a split; goes on where a stopped or killed run was.
 
     Each finished image leaves a file in a work folder beside `out`; both appear by renaming, so
-    what exists is complete. The folder goes when `out` is there.
+    what exists is complete. The folder is locked: another process that wants the same proposals
+    waits for them. It goes when `out` is there.
+
+    Raises:
+        Interrupted: a signal asked for an end; the finished images are kept.
     """
     if out.exists():
         raise UserError(f"{out} exists: remove it to make the proposals anew")
@@ -126,47 +136,115 @@ def make_proposals(
     # Named after the source too: the images of another data set may have the same ids.
     source = hashlib.sha256(f"{split.folder.resolve()} {mode}".encode()).hexdigest()[:8]
     work = out.with_name(f"{out.name}.{source}.work")
-    work.mkdir(parents=True, exist_ok=True)
+    whole = work / "whole.pkl"
+    told = not progress
+    with StopSignal() as stop:
+        while not out.exists():
+            try:
+                with lock_folder(work):
+                    if not (whole.exists() or out.exists()):  # in this order: it moves to `out`
+                        boxes = _search_images(images, work, workers, mode, stop, progress=progress)
+                        write_proposals(whole, list(images), boxes)
+                    for part in work.glob("*.npy*"):
+                        part.unlink()
+                # Once the lock is gone: what a kill leaves beside a finished file stays for good.
+                if whole.exists():
+                    whole.replace(out)
+                with contextlib.suppress(OSError):  # another process is about to look into it
+                    work.rmdir()
+            except FolderInUse as error:
+                if not told:
+                    say(f"{error.args[0].partition(': ')[0]}: waiting for its proposals")
+                told = True
+                _pause(stop, out)
+            except FileNotFoundError:
+                # Else another process has published, or given up, and removed the folder meanwhile.
+                if work.exists() and not out.exists():
+                    raise
+    return read_proposals(out)
+
+
+def await_proposals(out: Path) -> Proposals:
+    """The proposals that another process of the same job makes."""
+    with StopSignal() as stop:
+        while not out.exists():
+            _pause(stop, out)
+    return read_proposals(out)
+
+
+def _pause(stop: StopSignal, out: Path) -> None:
+    if stop.raised:
+        raise Interrupted(f"stopped while waiting for {out}: run again to go on")
+    time.sleep(0.5)
+
+
+def _search_images(
+    images: Mapping[str, Path],
+    work: Path,
+    workers: int,
+    mode: SearchMode,
+    stop: StopSignal,
+    *,
+    progress: bool,
+) -> list[Array]:
+    """The boxes of every image, of those without a file in the work folder by a search."""
     files = {image_id: work / f"{image_id}.npy" for image_id in images}
     jobs = [(str(images[i]), str(file), mode) for i, file in files.items() if not file.exists()]
     done = len(files) - len(jobs)
-    with tqdm(
-        total=len(files), initial=done, desc="selective search", unit="image", disable=not progress
-    ) as bar:
+    with Countdown("selective search", len(files), done=done, enabled=progress, tell=say) as bar:
         if workers <= 1:
             for job in jobs:
+                if stop.raised:
+                    break
                 _search_file(*job)
-                bar.update()
+                bar.advance()
         else:
-            _search_parallel(jobs, min(workers, len(jobs)), bar.update)
+            _search_parallel(jobs, min(workers, len(jobs)), stop, bar.advance)
+    if stop.raised:  # even if it was the last image: what comes next must not begin
+        done = sum(file.exists() for file in files.values())
+        raise Interrupted(
+            f"stopped after selective search in {done} of {len(files)} images, kept in {work}: run "
+            "again to go on"
+        )
     try:
-        boxes = [np.load(file, allow_pickle=False) for file in files.values()]
+        return [np.load(file, allow_pickle=False) for file in files.values()]
     except (ValueError, EOFError, OSError) as error:
         raise UserError(f"{work} is damaged ({error}): remove it and start again") from None
-    write_proposals(out, list(files), boxes)
-    shutil.rmtree(work)
-    return Proposals.build(list(files), boxes, None)
 
 
 def _search_parallel(
-    jobs: Sequence[tuple[str, str, SearchMode]], workers: int, report: Callable[[], object]
+    jobs: Sequence[tuple[str, str, SearchMode]],
+    workers: int,
+    stop: StopSignal,
+    report: Callable[[], object],
 ) -> None:
     if not jobs:
         return
     # Spawned, not forked: OpenCV and the progress bar have threads, which a fork would break.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    # Blocked meanwhile: Python's resource tracker inherits that, and a signal to all processes of
+    # the job would kill it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        for future in as_completed([pool.submit(_search_file, *job) for job in jobs]):
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+        futures = [pool.submit(_search_file, *job) for job in jobs]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        for future in as_completed(futures):
             future.result()
             report()
+            if stop.raised:
+                break
     except BrokenProcessPool:
-        raise UserError("a worker died (out of memory?): run again to go on from here") from None
+        if not stop.raised:  # else the signal reached a worker before it could ignore it
+            raise UserError("a worker died (out of memory?): run again to go on") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _start_worker() -> None:
+    leave_signals_to_parent()
     cv2.setNumThreads(1)  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in workers only"
@@ -264,26 +342,36 @@ def recall(
 
 
 def run_proposals(config: ProposalsConfig) -> None:
-    """The command: makes, imports or checks the proposals of a split."""
+    """The command: makes, imports or checks the proposals of each split."""
     root = config.voc_root or Path(os.environ.get(VOC_VARIABLE, "datasets"))
-    split = VocSplit(root, config.year, config.split)
-    # First, so that a damaged data set is known before hours of work.
-    names = find_class_names(split.root, split.year, [split.split])
-    records = read_voc(split.root, split.year, split.split, names)
+    splits = [VocSplit(root, config.year, name) for name in config.split]
+    # All first, so that a damaged data set is known before hours of work.
+    names = [find_class_names(split.root, split.year, [split.split]) for split in splits]
+    records = [
+        read_voc(split.root, split.year, split.split, own)
+        for split, own in zip(splits, names, strict=True)
+    ]
+    for split, own in zip(splits, records, strict=True):
+        _print_summary(_run_split(config, split, own), own)
+
+
+def _run_split(config: ProposalsConfig, split: VocSplit, records: Sequence[Record]) -> Proposals:
     if config.action == "check":
-        proposals = read_proposals(config.files[0])
+        return read_proposals(config.files[0])
+    source = config.mode if config.action == "make" else "imported"
+    out = config.out or proposal_file(split, source)
+    if config.action == "make":
+        if config.out is None and out.exists():  # its name says of which images, and how
+            say(f"{out} is there already")
+            return read_proposals(out)
+        workers = num_cores() if config.workers is None else config.workers
+        proposals = make_proposals(split, out, workers, config.mode)
     else:
-        source = config.mode if config.action == "make" else "imported"
-        out = config.out or proposal_file(split, source)
-        if config.action == "make":
-            workers = os.cpu_count() or 1 if config.workers is None else config.workers
-            proposals = make_proposals(split, out, workers, config.mode)
-        else:
-            proposals = _import_files(config.files, split.ids)
-            check_proposals(proposals, records)  # a wrong file must not reach the disk
-            write_proposals(out, proposals.ids, proposals.boxes, proposals.scores)
-        say(f"wrote {out}")
-    _print_summary(proposals, records)
+        proposals = _import_files(config.files, split.ids)
+        check_proposals(proposals, records)  # a wrong file must not reach the disk
+        write_proposals(out, proposals.ids, proposals.boxes, proposals.scores)
+    say(f"wrote {out}")
+    return proposals
 
 
 def _import_files(files: Sequence[Path], ids: Sequence[str]) -> Proposals:

@@ -1,7 +1,7 @@
-"""The C4 box head for every ResNet here: res5 on each region, then the predictor.
+"""Heads that Detectron2 lacks: res5 for every ResNet here, and dropout after fc6 and fc7.
 
-Detectron2's own Res5ROIHeads builds bottleneck blocks only, so a ResNet-18 cannot have one, and has
-no place for the extra norm of MoCo's recipe. Both are registered here as one head.
+Its own Res5ROIHeads builds bottleneck blocks only, so a ResNet-18 cannot have one, and has no place
+for the extra norm of MoCo's recipe. Both are registered here as one head.
 """
 
 from typing import Any
@@ -11,6 +11,8 @@ from detectron2.modeling import ROI_HEADS_REGISTRY
 from detectron2.modeling.backbone.resnet import BasicBlock, ResNet
 from detectron2.modeling.roi_heads import Res5ROIHeads
 from torch import nn
+
+from instdisc.errors import UserError
 
 BASIC_DEPTHS = (18, 34)
 
@@ -38,3 +40,20 @@ class TransferRes5ROIHeads(Res5ROIHeads):
         if cfg.TRANSFER.RES5_NORM:
             res5.add_module("norm", get_norm(cfg.TRANSFER.RES5_NORM, channels))
         return res5, channels
+
+
+def add_dropout(model: nn.Module, share: float) -> None:
+    """Puts dropout after the linear layers of the box head; no tensor gets another name."""
+    if not share:
+        return
+    head: Any = getattr(model.roi_heads, "box_head", None)
+    layers = (
+        [name for name, _ in head.named_children() if name.startswith("fc_relu")] if head else []
+    )
+    if not layers or not 0 < share < 1:
+        raise UserError(
+            f"TRANSFER.FC_DROPOUT {share:g}: expected a share from 0 to 1, and a box head with "
+            "linear layers (MODEL.ROI_BOX_HEAD.NUM_FC)"
+        )
+    for name in layers:
+        setattr(head, name, nn.Sequential(getattr(head, name), nn.Dropout(share)))

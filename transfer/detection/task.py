@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -10,45 +11,63 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 
 from instdisc.cli import to_dict, volatile_fields
 from instdisc.errors import UserError
+from instdisc.names import TIMM
 from instdisc.runs.folders import runs_root, write_json, write_text
 from instdisc.runs.locks import lock_folder
-from instdisc.runs.log import LOGGER
+from instdisc.runs.log import LOGGER, boxed, setup_logging
 from instdisc.runs.results import Result, append_results, check_results, config_hash
 from instdisc.training import dist
 from instdisc.training.dist import Process
 from transfer.detection import recipe
-from transfer.detection.data import VocData, load_voc_data, locate_voc
-from transfer.detection.drawing import draw_detections
-from transfer.detection.evaluation import detect, measure, per_class, save_evaluation, table
-from transfer.detection.logs import route_logs
+from transfer.detection.data import CocoSource, DetectionData, load_data, locate_data
+from transfer.detection.evaluation import (
+    HEADLINES,
+    detect,
+    draw_detections,
+    measure,
+    save_evaluation,
+    summarise,
+    table,
+)
 from transfer.detection.settings import DetectConfig, find_config
 from transfer.detection.trainer import DetectionTrainer
+from transfer.detection.voc import VocSource
 from transfer.detection.weights import Initial, load_backbone_weights, prepare
 from transfer.task import demo_banner, pretraining_facts
-
-METRIC = "ap50_11point"
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What all trials share."""
+    """What all trials share.
+
+    Attributes:
+        config: the command's flags.
+        process: this process.
+        cfg: the recipe as Detectron2 takes it.
+        data: the images.
+        initial: what the detector starts from.
+        folder: of the run.
+        scaled: the schedule, if the number of processes has changed the recipe's; else empty.
+    """
 
     config: DetectConfig
     process: Process
     cfg: CfgNode
-    data: VocData
+    data: DetectionData
     initial: Initial
-    arch: str
     folder: Path
+    scaled: str
 
     @property
     def protocol(self) -> str:
-        """The config, the images, and what the command line changed of the config."""
+        """The config, the images, and what command line and processes changed of the config."""
         changed = " ".join(self.config.opts)
-        return f"{self.config.cfg.stem}, {self.data.splits}" + (f", {changed}" if changed else "")
+        parts = (self.config.recipe, self.data.splits, changed, self.scaled)
+        return ", ".join(part for part in parts if part)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -65,11 +84,20 @@ class Study:
         }
 
 
-def run_detect(config: DetectConfig, process: Process) -> None:
+def run_detect(config: DetectConfig) -> None:
+    """The command, in this process or in each of those that torchrun started."""
+    with dist.joined(config.device, config.threads) as process:
+        setup_logging(None, is_main=process.is_main)
+        if process.world_size > 1:
+            comm.create_local_process_group(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        _run_study(config, process)
+
+
+def _run_study(config: DetectConfig, process: Process) -> None:
     """Trains and evaluates every trial, then says the mean."""
     folder = config.output or runs_root() / "detect" / config.run_name
     with lock_folder(folder) if process.is_main else contextlib.nullcontext():
-        route_logs(folder / "log.txt", is_main=process.is_main)
+        _route_logs(folder / "log.txt", is_main=process.is_main)
         study = _open(config, process, folder)
         if process.is_main:
             _claim(study)
@@ -79,36 +107,80 @@ def run_detect(config: DetectConfig, process: Process) -> None:
             _conclude(study, values)
 
 
+def _route_logs(file: Path, *, is_main: bool) -> None:
+    """Sends our log to screen and file, Detectron2's to the file alone."""
+    setup_logging(file, is_main=is_main)
+    for name in ("detectron2", "fvcore"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = False
+        logger.setLevel(logging.INFO if is_main else logging.ERROR)
+        for handler in LOGGER.handlers:
+            if isinstance(handler, logging.FileHandler):
+                logger.addHandler(handler)
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+
+
 def _open(config: DetectConfig, process: Process, folder: Path) -> Study:
-    source = locate_voc(config.voc_root)
-    if source.is_demo and process.is_main:
-        LOGGER.warning(demo_banner("--voc-root DIR or DETECTRON2_DATASETS"))
-    cfg = recipe.read_config(find_config(config.cfg), config.opts, demo=source.is_demo)
+    file = find_config(config.cfg)
+    cfg = recipe.read_config(file, config.opts)
+    source = locate_data(config, cfg)
+    if source.is_demo:
+        cfg = recipe.read_config(file, config.opts, demo=True)
+        if process.is_main:
+            flag = "--voc-root" if isinstance(source, VocSource) else "--coco-root"
+            LOGGER.warning(demo_banner(f"{flag} DIR or DETECTRON2_DATASETS"))
+    if isinstance(source, CocoSource):  # of files that were named, what they are called
+        cfg.DATASETS.TRAIN = tuple(split.name for split in source.train)
+        cfg.DATASETS.TEST = tuple(split.name for split in source.test)
+    recipe_batch = cfg.SOLVER.IMS_PER_BATCH
+    scaled = recipe.adapt_to_processes(cfg, process.world_size, config.opts)
     arch = recipe.arch_of(cfg)
-    source.splits((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))  # tells of a missing list
-    if process.is_main:  # the first process converts and makes proposals, the others find them
-        initial = prepare(config.init, config.weights, arch, folder)
-        data = load_voc_data(cfg, source, make_missing=config.make_proposals or source.is_demo)
-    dist.barrier()
-    if not process.is_main:
-        initial = prepare(config.init, config.weights, arch, folder)
-        data = load_voc_data(cfg, source, make_missing=False)
+    if isinstance(source, VocSource):
+        source.splits((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST))  # tells of a missing list
+    # The first process converts, the others are told where it lies.
+    with_pyramid = cfg.MODEL.BACKBONE.NAME == "build_resnet_fpn_backbone"
+    converted = (
+        prepare(config.init, config.weights, arch, folder, with_pyramid=with_pyramid)
+        if process.is_main
+        else None
+    )
+    initial = comm.all_gather(converted)[0]
+    data = load_data(
+        cfg,
+        source,
+        make_missing=config.make_proposals or source.is_demo,
+        is_main=process.is_main,
+    )
+    recipe.adapt_to_masks(cfg, has_run_lengths=data.has_run_lengths, opts=config.opts)
     if initial.folder is None:
-        recipe.adapt_to_scratch(cfg)
+        recipe.adapt_to_scratch(cfg, config.opts)
     else:
-        recipe.adapt_to_weights(cfg, initial.sidecar)
+        recipe.adapt_to_weights(cfg, initial.sidecar, config.opts)
+        if initial.arch.startswith(TIMM) and initial.name.startswith(("random:", "untrained:")):
+            recipe.adapt_to_scratch(cfg, config.opts)
+    if process.world_size > 1 and process.device.type == "cpu":
+        recipe.adapt_to_gloo(cfg)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(data.class_names)
     cfg.MODEL.DEVICE = str(process.device)
-    cfg.MODEL.WEIGHTS = ""  # loaded and proved by ourselves
     LOGGER.info(
-        f"detect: {config.cfg.stem} from {initial.name}, {data.splits} "
+        f"detect: {config.recipe} from {initial.name}, {data.splits} "
         f"({len(data.train)} and {len(data.test)} images, {len(data.class_names)} classes), "
         f"{process.world_size} process(es) on {process.device.type}"
     )
+    if scaled:
+        LOGGER.warning(
+            boxed(
+                f"{process.world_size} processes, and the recipe has {recipe_batch} images an "
+                f"iteration. Scaled linearly, not the recipe's own schedule: {scaled}. Start "
+                f"{recipe_batch} processes or fewer for the recipe's own."
+            )
+        )
     for note in initial.notes:
         LOGGER.info(f"note: {note}")
     LOGGER.info(recipe.describe(cfg))
-    return Study(config, process, cfg, data, initial, arch, folder)
+    return Study(config, process, cfg, data, initial, folder, scaled)
 
 
 def _claim(study: Study) -> None:
@@ -135,7 +207,7 @@ def _run_trial(study: Study, trial: int) -> dict[str, float]:
     done = folder / "result.json"
     if done.exists() and not study.config.eval_only:
         values: dict[str, float] = json.loads(done.read_text("utf-8"))["values"]
-        LOGGER.info(f"seed {seed} is finished: mAP {values[METRIC]:.2f} ({folder})")
+        LOGGER.info(f"seed {seed} is finished: {summarise(values)} ({folder})")
         return values
     cfg = study.cfg.clone()
     cfg.OUTPUT_DIR, cfg.SEED = str(folder), seed
@@ -171,16 +243,20 @@ def _evaluate(
     if not study.process.is_main:
         dist.barrier()
         return {}
-    values, result = measure(found, study.data)
+    evaluation = measure(found, study.data)
+    values, per_class = evaluation.values, evaluation.per_class
     split = cfg.DATASETS.TEST[0].rpartition("_")[2]
-    save_evaluation(folder, found, values, result, split)
-    LOGGER.info(f"\n{table(values, result)}")
+    save_evaluation(folder, found, evaluation, study.data, split)
+    LOGGER.info(f"\n{table(evaluation)}")
     draw_detections(folder / "pictures", trainer.detector, cfg, study.data, study.config.pictures)
     details = {
-        "per_class": per_class(result),
+        "per_class": per_class,
         "num_train": study.data.num_listed,
         "num_test": len(study.data.test),
         "iterations": cfg.SOLVER.MAX_ITER,
+        "batch_size": cfg.SOLVER.IMS_PER_BATCH,
+        "lr": cfg.SOLVER.BASE_LR,
+        "processes": study.process.world_size,
         "init": study.config.init.partition(":")[0],
         "folder": os.path.relpath(folder, runs_root()),
         "device": str(study.process.device),
@@ -188,8 +264,8 @@ def _evaluate(
     }
     rows = _rows(study, values, seed, details)
     path = append_results(rows)
-    write_json(folder / "result.json", {"values": values, "per_class": per_class(result)})
-    LOGGER.info(f"mAP {values[METRIC]:.2f} (seed {seed}); rows added to {path}; files in {folder}")
+    write_json(folder / "result.json", {"values": values, "per_class": per_class})
+    LOGGER.info(f"{summarise(values)} (seed {seed}); rows added to {path}; files in {folder}")
     dist.barrier()
     return values
 
@@ -206,7 +282,7 @@ def _rows(
         Result(
             task="detect",
             protocol=study.protocol,
-            arch=study.arch,
+            arch=study.initial.arch,
             weights=study.initial.name,
             weights_hash=study.initial.hash,
             dataset="demo" if study.data.is_demo else study.data.splits,
@@ -224,26 +300,29 @@ def _rows(
 def _conclude(study: Study, values: list[dict[str, float]]) -> None:
     """The mean over the trials, where there are several."""
     label = " (demo)" if study.data.is_demo else ""
-    scores = [trial[METRIC] for trial in values]
-    if len(scores) > 1:
-        spread = statistics.stdev(scores)
-        LOGGER.info(
-            f"mAP {statistics.mean(scores):.2f} ± {spread:.2f} over {len(scores)} trials{label}"
-        )
+    named = {name: word for name, word in HEADLINES.items() if name in values[0]}
+    if len(values) > 1:
+        for name, word in named.items():
+            scores = [trial[name] for trial in values]
+            LOGGER.info(
+                f"{word} {statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f} over "
+                f"{len(scores)} trials{label}"
+            )
     else:
-        LOGGER.info(f"mAP {scores[0]:.2f}{label}, VOC07 11-point at IoU 0.5")
+        what = ", VOC07 11-point at IoU 0.5" if study.data.category_ids is None else ""
+        LOGGER.info(f"{summarise(values[0])}{label}{what}")
     if study.data.is_demo and study.config.init == "ours":
         LOGGER.info(_describe_scratch(study))
 
 
 def _describe_scratch(study: Study) -> str:
     """What the same recipe gave from scratch, if it was measured."""
-    found = [
-        row.value
+    found = {
+        row.metric: row.value
         for row in check_results()[0]
-        if (row.task, row.weights, row.metric) == ("detect", "scratch", METRIC)
+        if (row.task, row.weights) == ("detect", "scratch")
         and (row.protocol, row.data_fingerprint) == (study.protocol, study.data.fingerprint)
-    ]
+    }
     if not found:
         return "from scratch: not measured yet; the same command with --init scratch does"
-    return f"from scratch: mAP {found[-1]:.2f}"
+    return f"from scratch: {summarise(found)}"

@@ -1,4 +1,4 @@
-"""Data sets in the layout of the VOC devkit: reading and validating (the paper, section 4.4).
+"""Data sets in the layout of the VOC devkit: where they are, reading, validating (section 4.4).
 
     VOCdevkit/VOC2007/Annotations/000005.xml
                       ImageSets/Main/trainval.txt
@@ -11,6 +11,9 @@ Nothing here imports detectron2, so the commands that only need the annotations 
 
 import hashlib
 import math
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +22,14 @@ from typing import TypedDict
 from xml.etree import ElementTree
 from xml.parsers import expat
 
+import numpy as np
 from PIL import Image
 
 from instdisc.errors import UserError
+from instdisc.images.demo import write_detection
+from instdisc.names import VOC_VARIABLE
+from instdisc.runs.folders import runs_root
+from instdisc.untrusted.limits import DEEPEST, read_limited
 
 # In the customary order: a class's position is its category id in every published VOC model.
 VOC_CLASSES = (
@@ -30,7 +38,9 @@ VOC_CLASSES = (
     *("train", "tvmonitor"),
 )
 XYXY_ABS = 0  # the value of detectron2.structures.BoxMode.XYXY_ABS, an IntEnum
+LARGEST_ANNOTATION = 1 << 24  # bytes of one image's file
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp")  # the devkit has .jpg only
+NAME = re.compile(r"voc_(?P<year>[0-9]+)_(?P<split>\w+)")  # what configs call a list
 
 
 class Annotation(TypedDict):
@@ -91,7 +101,7 @@ class VocSplit:
         if not path.is_file():
             known = sorted(p.stem for p in path.parent.glob("*.txt") if "_" not in p.stem)
             raise UserError(f"no list {path}: lists there are {', '.join(known) or 'none'}")
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_limited(path).decode("utf-8", "replace").splitlines()
         ids = []
         for number, fields in enumerate(map(str.split, lines), start=1):
             if not fields:
@@ -103,7 +113,7 @@ class VocSplit:
         if not ids:
             raise UserError(f"{path} is empty: expected one image id a line")
         if len(set(ids)) < len(ids):
-            twice = next(i for i in ids if ids.count(i) > 1)
+            twice, _ = Counter(ids).most_common(1)[0]
             raise UserError(f"{path} names {twice} twice: remove the repeated lines")
         return ids
 
@@ -130,6 +140,67 @@ class VocSplit:
         return {i: found[i] for i in self.ids}
 
 
+@dataclass(frozen=True)
+class VocSource:
+    """Where the images are.
+
+    Attributes:
+        root: VOCdevkit, its parent, or one data set's own folder.
+        is_demo: whether they are the embedded ones.
+        clip: pixels by which a box may leave its image, and is clipped to it.
+    """
+
+    root: Path
+    is_demo: bool
+    clip: int = 0
+
+    def splits(self, names: Sequence[str]) -> list[VocSplit]:
+        """The lists that a config names, such as voc_2007_trainval."""
+        found = []
+        for name in names:
+            match = NAME.fullmatch(name)
+            if match is None:
+                raise UserError(f"data set {name}: expected voc_YEAR_LIST, as voc_2007_trainval")
+            split = VocSplit(self.root, match["year"], match["split"])
+            _ = split.ids  # fails here, before any work, if a list is missing
+            found.append(split)
+        return found
+
+
+def named_root(named: str | None, flag: str, inside: str, expected: str) -> Path | None:
+    """The folder of a flag or of DETECTRON2_DATASETS; None if neither names one.
+
+    Args:
+        named: what the flag says.
+        flag: its name.
+        inside: the folder of the variable's in which Detectron2 looks for this data set.
+        expected: what should be there, for the message of an error.
+    """
+    if named is None:
+        named, flag = os.environ.get(VOC_VARIABLE), VOC_VARIABLE
+        if named and inside and (Path(named) / inside).is_dir():
+            named = str(Path(named) / inside)
+    if not named or named == "demo":
+        return None
+    root = Path(named).expanduser()
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"{flag} {root} {what}: expected {expected}")
+    return root
+
+
+def locate_voc(named: str | None) -> VocSource:
+    """The folder that --voc-root or DETECTRON2_DATASETS names; the embedded set if neither does."""
+    expected = (
+        "VOCdevkit/VOC2007/{Annotations/ID.xml, ImageSets/Main/trainval.txt, JPEGImages/ID.jpg}, "
+        "and the root to be VOCdevkit, its parent, or that last folder"
+    )
+    root = named_root(named, "--voc-root", "", expected)
+    if root is None:
+        return VocSource(write_detection(runs_root() / "demo-data"), is_demo=True)
+    return VocSource(root, is_demo=False)
+
+
 def read_voc(
     root: Path | str,
     year: int | str,
@@ -137,6 +208,7 @@ def read_voc(
     class_names: Sequence[str] | None = None,
     *,
     with_images: bool = True,
+    clip: int = 0,
 ) -> list[Record]:
     """Reads and validates a split as Detectron2's standard records.
 
@@ -146,6 +218,7 @@ def read_voc(
         split: as in `VocSplit`.
         class_names: category id -> name; the 20 of VOC unless told (see `find_class_names`).
         with_images: False reads annotations whose images are absent, for evaluation alone.
+        clip: a box that leaves its image by so many pixels at most is clipped, not refused.
     """
     source = VocSplit(Path(root), year, split)
     names = VOC_CLASSES if class_names is None else tuple(class_names)
@@ -166,11 +239,10 @@ def read_voc(
                 )
             annotations.append(
                 {
-                    "bbox": _box(node, where, number, width, height),
+                    "bbox": _box(node, where, number, width, height, clip),
                     "bbox_mode": XYXY_ABS,
                     "category_id": categories[name],
-                    # Some data sets leave the flag out; the devkit's own meaning of none is no.
-                    "difficult": (node.findtext("difficult") or "0").strip() == "1",
+                    "difficult": _is_difficult(node),
                 }
             )
         records.append(
@@ -187,15 +259,45 @@ def read_voc(
 
 def find_class_names(root: Path | str, year: int | str, splits: Iterable[str]) -> tuple[str, ...]:
     """Class names that the annotations use: VOC's 20 if there are no others, else sorted."""
-    found: set[str] = set()
-    for split in splits:
-        source = VocSplit(Path(root), year, split)
-        for image_id, tree in _parse_split(source):
-            where = source.annotation_path(image_id)
-            found.update(_text(node, "name", where) for node in tree.findall("object"))
+    sources = [VocSplit(Path(root), year, split) for split in splits]
+    return _class_names(root, [found for source in sources for found in _read_presence(source)])
+
+
+def read_targets(splits: Sequence[VocSplit]) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """The classes of lists, and each list as classification: targets `(images, classes)` of int8.
+
+    1 where an image has the class, 0 where it has not, and -1, to be ignored, where all its objects
+    of the class are difficult: the rule of the devkit's own lists. Images in the order of `ids`.
+    """
+    found = [_read_presence(split) for split in splits]
+    names = _class_names(splits[0].root, [image for images in found for image in images])
+    kinds = {None: 0, False: -1, True: 1}
+    tables = [[[kinds[image.get(name)] for name in names] for image in images] for images in found]
+    return names, [np.array(table, np.int8) for table in tables]
+
+
+def _read_presence(split: VocSplit) -> list[dict[str, bool]]:
+    """For every image the classes it has, and whether one of their objects is not difficult."""
+    images = []
+    for image_id, tree in _parse_split(split):
+        where, found = split.annotation_path(image_id), dict[str, bool]()
+        for node in tree.findall("object"):
+            name = _text(node, "name", where)
+            found[name] = found.get(name, False) or not _is_difficult(node)
+        images.append(found)
+    return images
+
+
+def _class_names(root: Path | str, images: Iterable[dict[str, bool]]) -> tuple[str, ...]:
+    found = {name for image in images for name in image}
     if not found:
         raise UserError(f"no annotated objects in {root}: the class names are taken from them")
     return VOC_CLASSES if found <= set(VOC_CLASSES) else tuple(sorted(found))
+
+
+def _is_difficult(node: ElementTree.Element) -> bool:
+    # Some data sets leave the flag out; the devkit's own meaning of none is no.
+    return (node.findtext("difficult") or "0").strip() == "1"
 
 
 def fingerprint(split: VocSplit) -> str:
@@ -221,7 +323,7 @@ def _parse_split(split: VocSplit) -> Iterator[tuple[str, ElementTree.Element]]:
 
 def _read_annotation(split: VocSplit, image_id: str) -> bytes:
     try:
-        return split.annotation_path(image_id).read_bytes()
+        return read_limited(split.annotation_path(image_id), LARGEST_ANNOTATION)
     except FileNotFoundError:
         absent = [i for i in split.ids if not split.annotation_path(i).is_file()]
         raise UserError(
@@ -236,10 +338,20 @@ def _parse_xml(data: bytes, where: Path) -> ElementTree.Element:
     def refuse(*_: object) -> None:
         raise UserError(f"{where} has a DOCTYPE: refused, VOC annotations need none")
 
-    # A first pass with no handler but this one: entities can only be declared inside a DOCTYPE,
+    def enter(tag: str, _: object) -> None:
+        above.append(tag)
+        if len(above) > DEEPEST:
+            raise UserError(f"{where} is nested more than {DEEPEST} deep: is it a VOC annotation?")
+
+    def leave(_: str) -> None:
+        above.pop()
+
+    above: list[str] = []
+    # A first pass with no handlers but these: entities can only be declared inside a DOCTYPE,
     # and ElementTree, which builds the tree, would expand them.
     guard = expat.ParserCreate(namespace_separator="}")  # as ElementTree's own
     guard.StartDoctypeDeclHandler = refuse
+    guard.StartElementHandler, guard.EndElementHandler = enter, leave
     try:
         guard.Parse(data, True)
         return ElementTree.fromstring(data)
@@ -283,7 +395,7 @@ def _image_size(tree: ElementTree.Element, where: Path, image: Path | None) -> t
 
 
 def _box(
-    node: ElementTree.Element, where: Path, number: int, width: int, height: int
+    node: ElementTree.Element, where: Path, number: int, width: int, height: int, clip: int
 ) -> list[float]:
     bounds = node.find("bndbox")
     if bounds is None:
@@ -292,9 +404,14 @@ def _box(
     shown = f"{where}: object {number} at ({x1:g}, {y1:g}, {x2:g}, {y2:g})"
     if x2 < x1 or y2 < y1:
         raise UserError(f"{shown} has xmax < xmin or ymax < ymin: correct the annotation")
-    if x1 < 1 or y1 < 1 or x2 > width or y2 > height:
+    outside = max(1 - x1, 1 - y1, x2 - width, y2 - height)
+    if outside > clip:
+        hint = ", or --clip-boxes 1" if outside <= 1 else ""
         raise UserError(
-            f"{shown} lies outside its {width}x{height} image: "
-            "VOC boxes go from 1 to the width or height, both included"
+            f"{shown} lies outside its {width}x{height} image: VOC boxes go from 1 to the width or "
+            f"height, both included: correct it{hint}"
         )
+    x1, y1, x2, y2 = max(x1, 1.0), max(y1, 1.0), min(x2, width), min(y2, height)
+    if x2 < x1 or y2 < y1:
+        raise UserError(f"{shown} has nothing in its {width}x{height} image: correct it")
     return [x1 - 1.0, y1 - 1.0, x2, y2]

@@ -23,12 +23,13 @@ from instdisc.export.contract import Source
 from instdisc.export.to_detectron2 import SIDECAR, WEIGHTS, save_detectron2
 from instdisc.export.verify import verify_target
 from instdisc.importers.api import import_checkpoint
-from instdisc.networks.backbones import Backbone
-from instdisc.networks.weights import open_weights
+from instdisc.networks.timm_backbones import TimmBackbone
+from instdisc.networks.weights import Weights, open_weights
 from instdisc.runs.checkpoint import save_checkpoint, weights_hash
 from instdisc.runs.folders import newest_backbone
 from instdisc.runs.log import LOGGER
-from transfer.detection.plain_pickle import load_plain_pickle
+from instdisc.untrusted.containers import load_plain_pickle
+from transfer.detection.timm_pyramid import save_timm  # registers timm's backbones too
 
 # Where a detector keeps the layers of a backbone; C4 heads have res5, FPN's bottom-up has all.
 PLACES = ("backbone.bottom_up.", "backbone.", "roi_heads.")
@@ -43,6 +44,7 @@ class Initial:
     Attributes:
         name: what results call it.
         hash: SHA-256 of its tensors; empty for scratch.
+        arch: the backbone's: the config's, or `timm:NAME`.
         folder: holds detectron2.pkl and detectron2.yaml; None for scratch.
         pretraining: what is known of how it was made.
         notes: what a reader should know, a line each.
@@ -50,6 +52,7 @@ class Initial:
 
     name: str
     hash: str
+    arch: str
     folder: Path | None
     pretraining: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -63,7 +66,9 @@ class Initial:
         return content
 
 
-def prepare(init: str, weights: str | None, arch: str, output: Path) -> Initial:
+def prepare(
+    init: str, weights: str | None, arch: str, output: Path, *, with_pyramid: bool = False
+) -> Initial:
     """Finds, imports and converts what `--init` and `--weights` name.
 
     Args:
@@ -71,9 +76,10 @@ def prepare(init: str, weights: str | None, arch: str, output: Path) -> Initial:
         weights: for ours; the newest run of `arch` if None.
         arch: the config's.
         output: the run folder, which keeps a conversion that is not there yet.
+        with_pyramid: whether the config has an FPN, and so takes a timm network instead.
     """
     if init == "scratch":
-        return Initial("scratch", "", None)
+        return Initial("scratch", "", arch, None)
     notes: tuple[str, ...] = ()
     if init == "ours":
         opened = open_weights(weights if weights is not None else newest_backbone(arch))
@@ -85,7 +91,9 @@ def prepare(init: str, weights: str | None, arch: str, output: Path) -> Initial:
         save_checkpoint(imported, "backbone", report.payload)
         opened = dataclasses.replace(open_weights(imported), name=f"supervised:{file.stem}")
     backbone = opened.backbone
-    if backbone.arch != arch or not isinstance(backbone, Backbone):
+    if isinstance(backbone, TimmBackbone):
+        return _prepare_timm(opened, output / "init", with_pyramid=with_pyramid)
+    if backbone.arch != arch:
         raise UserError(
             f"the config is for {arch}, and {opened.name} is {backbone.arch}: choose another "
             f"--cfg, or `python pretrain/run.py --arch {arch}` and --weights"
@@ -99,7 +107,20 @@ def prepare(init: str, weights: str | None, arch: str, output: Path) -> Initial:
         folder.mkdir(parents=True, exist_ok=True)
         save_detectron2(folder, source)
         LOGGER.info(f"converted for Detectron2: {verify_target(folder, 'detectron2', source)}")
-    return Initial(opened.name, opened.hash, folder, opened.pretraining, notes)
+    return Initial(opened.name, opened.hash, arch, folder, opened.pretraining, notes)
+
+
+def _prepare_timm(opened: Weights, folder: Path, *, with_pyramid: bool) -> Initial:
+    network = opened.backbone
+    assert isinstance(network, TimmBackbone)
+    if not with_pyramid:
+        raise UserError(
+            f"{opened.name} is a timm network, which needs a config with a feature pyramid: "
+            "--cfg faster_r50_fpn, coco/faster_r50_fpn or coco/mask_r50_fpn"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    save_timm(folder, network, opened.spec)
+    return Initial(opened.name, opened.hash, network.arch, folder, opened.pretraining)
 
 
 def _is_export_of(folder: Path, source: Source) -> bool:

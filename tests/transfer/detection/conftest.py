@@ -1,16 +1,20 @@
 """A small detection set and converted networks, for the tests that run Detectron2."""
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import start_processes
 
-from instdisc.images.demo import write_detection
+from instdisc.images.demo import write_detection, write_segmentation
 from instdisc.images.transforms import InputSpec
 from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.training.seed import seeded
+from transfer.detect import main
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +40,35 @@ def backbone_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return path
 
     return make
+
+
+@pytest.fixture(scope="session")
+def coco_scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same scenes with masks, in COCO's format."""
+    return write_segmentation(tmp_path_factory.mktemp("coco"), num_train=6, num_val=4)
+
+
+def _run_rank(rank: int, world_size: int, port: int, argv: list[str]) -> None:
+    if world_size > 1:
+        os.environ.update(
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)},
+            **{"LOCAL_WORLD_SIZE": str(world_size)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+    torch.set_num_threads(1)
+    assert main(argv) == 0
+
+
+@pytest.fixture
+def run_processes() -> Callable[..., None]:
+    """The command in so many processes, as torchrun starts them."""
+
+    def run(world_size: int, *argv: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (world_size, port, list(argv))
+        # Forked: a fresh interpreter could not import this file.
+        start_processes(_run_rank, arguments, nprocs=world_size, start_method="fork")
+
+    return run

@@ -299,14 +299,18 @@ def published(shared_data):
 
 @pytest.mark.parametrize("method", ["11point", "area"])
 def test_published_ap_comes_out_to_six_decimals(published, method):
-    features = np.core._multiarray_umath.__cpu_features__
-    if not features.get("AVX512_SKX"):
-        pytest.skip("the stored AP ordered equal scores as numpy's AVX-512 sort does")
     records, detections, expected = published
     found = evaluate(detections, records, VOC_CLASSES, method=method, thresholds=(0.5,))
-    ours = {name: f"{value:.6f}" for name, value in found.per_class().items()}
-    ours["mean"] = f"{found.mean_ap():.6f}"
-    assert ours == {name: row[f"ap_{method}_iou0.5"] for name, row in expected.items()}
+    ours = {**found.per_class(), "mean": found.mean_ap()}
+    stored = {name: row[f"ap_{method}_iou0.5"] for name, row in expected.items()}
+    # The stored AP ordered equal scores as the AVX-512 sort of numpy 1 does.
+    old = np.lib.NumpyVersion(np.__version__) < "2.0.0"
+    if old and np.core._multiarray_umath.__cpu_features__.get("AVX512_SKX"):
+        assert {name: f"{value:.6f}" for name, value in ours.items()} == stored
+    differences = {name: abs(ours[name] - float(value)) for name, value in stored.items()}
+    assert max(differences.values()) < 5e-6
+    # Where no equal scores matter, all six decimals are there; so it is for most classes.
+    assert sum(difference <= 5.1e-7 for difference in differences.values()) >= 16
 
 
 def test_published_ap_is_met_whatever_the_order_of_equal_scores(published):

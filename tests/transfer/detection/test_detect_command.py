@@ -1,9 +1,12 @@
 """transfer/detect.py as a user meets it: refusals, demo run, trials, evaluation alone."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +26,9 @@ def changed(scenes: Path, tmp_path: Path) -> Path:
     """A copy of the scenes to damage."""
     shutil.copytree(scenes, tmp_path / "voc")
     return tmp_path / "voc"
+
+
+VOC_METRICS = {"ap50_11point", "ap75_11point", "ap_11point", "ap50_area", "ap75", "ap"}
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -107,7 +113,7 @@ def test_classes_of_its_own_are_taken_from_the_annotations(
     assert {"disc", "star"} <= set(classes)
     assert rows[0]["dataset"] == "voc07-trainval -> voc07-test"
     assert rows[0]["weights"] == "scratch"
-    assert {row["metric"] for row in rows} == {"ap50_11point", "ap50_area", "ap75", "ap"}
+    assert {row["metric"] for row in rows} == VOC_METRICS
     folder = tmp_path / "runs" / "detect" / "faster_r18-scratch" / "trial-0"
     for name in ("model_final.pth", "metrics.json", "config.yaml", "precision_recall.png"):
         assert (folder / name).stat().st_size > 0
@@ -178,4 +184,74 @@ def test_trials_give_rows_that_group(
     assert {row["seed"] for row in rows} == {0, 1}
     assert len({row["config_hash"] for row in rows}) == 1
     results, complaints = check_results(tmp_path / "runs" / "results.jsonl")
-    assert (len(results), complaints) == (8, [])
+    assert (len(results), complaints) == (12, [])
+
+
+FAST = ("faster_r18", 4)  # of the combinations below, the one that is not slow
+ALL = sorted(path.stem for path in Path(str(files("detection_configs"))).glob("fast*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, count, marks=[] if (name, count) == FAST else [pytest.mark.slow])
+        for name in ALL
+        for count in (1, 2, 4, 8)
+    ],
+)
+def test_every_recipe_runs_with_any_number_of_processes(
+    name: str,
+    world_size: int,
+    scenes: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    run_processes: Callable[..., None],
+) -> None:
+    small = (
+        *("MODEL.ROI_BOX_HEAD.FC_DIM", "16", "MODEL.RPN.PRE_NMS_TOPK_TRAIN", "50"),
+        *("DATASETS.TRAIN", "('voc_2007_trainval',)", "TEST.PRECISE_BN.NUM_ITER", "2"),
+    )
+    run_processes(
+        world_size,
+        *("--cfg", name, "--init", "scratch", "--voc-root", str(scenes), "--pictures", "0"),
+        *("--make-proposals", *QUICK, *small),
+    )
+    batch = 16 if name == "faster_r50_syncbn" else max(2, world_size)
+    said = " ".join(capfd.readouterr().out.replace("*", " ").split())
+    assert f"recipe: 1 iterations of {batch} images" in said
+    results, _ = check_results(tmp_path / "runs" / "results.jsonl")
+    assert {row.metric for row in results} == VOC_METRICS
+    row = results[0]
+    assert (row.details["batch_size"], row.details["processes"]) == (batch, world_size)
+    note = f"{batch} images an iteration, 1 iterations, lr {0.0005 * batch:g}"
+    scaled = world_size > 2 and name != "faster_r50_syncbn"
+    assert ("Scaled linearly" in said) == row.protocol.endswith(note) == scaled
+    assert (tmp_path / "runs/detect" / f"{name}-scratch" / "trial-0/model_final.pth").exists()
+
+
+@pytest.mark.slow
+def test_only_the_first_process_converts_the_weights(
+    scenes: Path,
+    backbone_file: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    run_processes: Callable[..., None],
+) -> None:
+    from transfer.detection import weights
+
+    log, convert = tmp_path / "converted", weights.save_detectron2
+
+    def save_detectron2(folder: Path, *rest: Any) -> None:
+        with log.open("a") as file:
+            file.write(f"{os.environ['RANK']} ")
+        convert(folder, *rest)
+
+    monkeypatch.setattr(weights, "save_detectron2", save_detectron2)
+    run_processes(
+        2,
+        *("--cfg", "faster_r18", "--weights", str(backbone_file("resnet18"))),
+        *("--voc-root", str(scenes), "--pictures", "0", *QUICK),
+    )
+    assert log.read_text() == "0 "
+    assert "100 of 100 tensors" in capfd.readouterr().out

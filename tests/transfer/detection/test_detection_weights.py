@@ -29,7 +29,8 @@ ARCHS = {
 
 
 def build(name: str, initial: Initial) -> Any:
-    cfg = read_config(find_config(Path(name)), ("MODEL.DEVICE", "cpu"), demo=True)
+    cfg = read_config(find_config(Path(name)), demo=True)
+    cfg.MODEL.DEVICE = "cpu"
     adapt_to_weights(cfg, initial.sidecar)
     return build_model(cfg)
 

@@ -1,4 +1,5 @@
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -185,16 +186,18 @@ def test_object_arrays_width_height_boxes_and_detectron2s_enum_read(tmp_path):
 
 def test_a_python_2_pickle_reads(tmp_path):
     # As Python 2 wrote it: bytes without a codec, dtype with integer flags.
-    raw = np.array([[1, 2, 3, 4]], "<f4").tobytes()
+    raw = np.array([[1, 2, 3, 4]], "<f4").tobytes()  # has bytes that are not ASCII
     data = (
         b"(dp0\nS'boxes'\n(lp1\n"
         b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntS'b'\ntR"
         b"(I1\n(I1\nI4\ntcnumpy\ndtype\n(S'f4'\nI0\nI1\ntR(I3\nS'<'\nNNNI-1\nI-1\nI0\ntb"
-        b"I00\nU" + bytes([len(raw)]) + raw + b"tbasS'ids'\n(lI5\nas."
+        b"I00\n%btbasS'ids'\n(lI5\nas."
     )
-    (tmp_path / "d.pkl").write_bytes(data)
-    read = from_detectron_pkl(tmp_path / "d.pkl", ["000005"])
-    assert read.boxes[0].tolist() == [[1, 2, 3, 4]]
+    escaped = b"S'" + b"".join(b"\\x%02x" % byte for byte in raw) + b"'\n"  # protocol 0
+    for numbers in (b"U" + bytes([len(raw)]) + raw, escaped):
+        (tmp_path / "d.pkl").write_bytes(data % numbers)
+        read = from_detectron_pkl(tmp_path / "d.pkl", ["000005"])
+        assert read.boxes[0].tolist() == [[1, 2, 3, 4]]
 
 
 class Attack:
@@ -478,6 +481,68 @@ def test_make_resumes_after_a_kill_with_the_same_result(tmp_path, monkeypatch, r
     assert not list(tmp_path.glob("*.work"))
 
 
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR2, marks=pytest.mark.slow)],
+)
+def test_make_stops_on_a_signal_with_code_75_and_goes_on(tmp_path, repo, workers, number):
+    split = a_devkit(tmp_path / "data", 20, 150, 120)
+    out = tmp_path / "p.pkl"
+    command = [sys.executable, str(repo / "transfer/proposals.py"), "make", "--split", "test"]
+    command += ["--voc-root", str(split.root), "--out", str(out), "--workers", str(workers)]
+    # In a session of its own: a scheduler's signal reaches the workers too.
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("p.pkl.*.work/*.npy"))) < 3:
+            assert time.monotonic() < deadline
+            assert run.poll() is None
+            time.sleep(0.01)
+        os.killpg(run.pid, number)
+        sent = time.monotonic()
+        said = run.stderr.read().splitlines()[-1]
+        assert run.wait() == 75
+    assert time.monotonic() - sent < 10
+    done = len(list(tmp_path.glob("p.pkl.*.work/*.npy")))
+    assert f"stopped after selective search in {done} of 20 images" in said
+    assert 3 <= done < 20
+    assert not out.exists()
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"selective search: goes on at {done}/20" in again.stdout
+    assert not again.stderr  # no bar where there is no terminal
+    assert read_proposals(out).ids == split.ids
+    assert not list(tmp_path.glob("*.work"))
+
+
+def _make_slowly(split, out, log):
+    def search(*job):
+        time.sleep(0.05)
+        with log.open("a") as file:
+            file.write(f"{Path(job[0]).stem}\n")
+        original(*job)
+
+    original, library._search_file = library._search_file, search
+    make_proposals(split, out, 1)
+
+
+def test_processes_that_want_the_same_proposals_share_one_search(tmp_path, capfd):
+    split = a_devkit(tmp_path / "data", 8)
+    out, log = tmp_path / "p.pkl", tmp_path / "log"
+    fork = multiprocessing.get_context("fork")
+    jobs = [fork.Process(target=_make_slowly, args=(split, out, log)) for _ in range(3)]
+    rank = fork.Process(target=library.await_proposals, args=(out,))
+    for each in (*jobs, rank):
+        each.start()
+    for each in (*jobs, rank):
+        each.join()
+        assert each.exitcode == 0
+    assert sorted(log.read_text().split()) == split.ids  # each image once
+    assert capfd.readouterr().out.count("waiting for its proposals") == 2
+    assert read_proposals(out).ids == split.ids
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "log", "p.pkl"]
+
+
 # The command
 
 
@@ -504,6 +569,24 @@ def test_command_makes_checks_and_imports(tmp_path, capsys):
     assert imported.read_bytes() == made.read_bytes()
 
 
+def test_command_makes_several_lists_and_skips_what_is_there(tmp_path, capsys):
+    split = a_devkit(tmp_path / "data", 3)
+    lists = split.folder / "ImageSets/Main"
+    (lists / "trainval.txt").write_text("000000\n000002\n")
+    argv = ["make", "--voc-root", str(split.root), "--workers", "1", "--split", "trainval", "test"]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert ("2 images, " in told, "3 images, " in told, told.count("wrote ")) == (True, True, 2)
+    files = sorted((tmp_path / "runs" / "proposals").iterdir())
+    times = [file.stat().st_mtime_ns for file in files]
+    files[0].unlink()  # as if it had been stopped during the second list
+    assert main(argv) == 0
+    again = capsys.readouterr().out
+    assert f"wrote {files[0]}" in again
+    assert f"{files[1]} is there already" in again
+    assert files[1].stat().st_mtime_ns == times[1]
+
+
 def test_command_ends_bad_input_with_one_line_and_code_2(tmp_path, capsys):
     split = a_devkit(tmp_path / "data", 3)
     source = ["--voc-root", str(split.root), "--split", "test"]
@@ -513,7 +596,7 @@ def test_command_ends_bad_input_with_one_line_and_code_2(tmp_path, capsys):
         (["check", str(other), *source], "3 of 3 images have no proposals"),
         (["import", str(other), *source, "--out", str(tmp_path / "o")], "have no proposals"),
         (["import", str(strange), *source], "expected .mat or .pkl"),
-        (["check", str(tmp_path / "absent.pkl"), *source], "no file"),
+        (["check", str(tmp_path / "absent.pkl"), *source], "no such file"),
         (["make", "--voc-root", str(tmp_path / "absent")], "VOCdevkit/VOC2007/{Annotations"),
         ([], "name make, import or check"),
         (["fly", *source], "name make, import or check"),
@@ -521,6 +604,9 @@ def test_command_ends_bad_input_with_one_line_and_code_2(tmp_path, capsys):
         (["import", *source], "name at least one file"),
         (["check", *source], "check: name one file"),
         (["check", str(other), str(other), *source], "check: name one file"),
+        (["check", str(other), *source, "trainval"], "--split: name one list"),
+        (["make", *source[:-1]], "--split: name one list"),
+        (["make", *source, "trainval", "--out", str(tmp_path / "o")], "--split: name one list"),
         (["check", str(other), *source, "--out", str(tmp_path / "o")], "check has no --out"),
         (["import", str(other), *source, "-j", "1"], "import has no --workers"),
     ):

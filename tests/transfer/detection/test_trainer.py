@@ -20,11 +20,12 @@ from torch.multiprocessing.spawn import start_processes
 from instdisc.errors import UserError
 from instdisc.training import dist
 from instdisc.training.dist import Process
-from transfer.detection.data import TrainingOrder, VocSource, load_voc_data
+from transfer.detection.data import TrainingOrder, load_data
 from transfer.detection.evaluation import detect as detect_all
 from transfer.detection.recipe import adapt_to_weights, read_config
 from transfer.detection.settings import find_config
 from transfer.detection.trainer import DetectionTrainer
+from transfer.detection.voc import VocSource
 from transfer.detection.weights import load_backbone_weights, prepare
 
 SMALL = (
@@ -41,7 +42,7 @@ def build_trainer(
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(output), "cpu"
     output.mkdir(parents=True, exist_ok=True)
     initial = prepare("ours", str(backbone), arch, output)
-    data = load_voc_data(cfg, VocSource(scenes, is_demo=True), make_missing=True)
+    data = load_data(cfg, VocSource(scenes, is_demo=True), make_missing=True)
     adapt_to_weights(cfg, initial.sidecar)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(data.class_names)
     trainer = DetectionTrainer(cfg, data, 0, Process(0, 1, torch.device("cpu")))
@@ -76,6 +77,44 @@ def test_faster_rcnn_fixes_stem_res2_res3_and_every_norm(
         assert layer in changed
     assert "roi_heads.box_predictor.cls_score.weight" in changed
     assert any(name.startswith("proposal_generator.") for name in changed)
+
+
+def test_frozen_detection_trains_the_heads_alone(
+    scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The keys of frozen/faster_r50, on a network that is quickly trained."""
+    frozen = read_config(find_config(Path("frozen/faster_r50")))
+    assert (frozen.MODEL.BACKBONE.FREEZE_AT, frozen.MODEL.RESNETS.NORM) == (4, "FrozenBN")
+    trainer = build_trainer(
+        *("faster_r18", "resnet18", scenes, backbone_file("resnet18"), tmp_path),
+        *("SOLVER.MAX_ITER", "2", "MODEL.BACKBONE.FREEZE_AT", "4"),
+    )
+    before = state(trainer)
+    trainer.fit(0)
+    after = state(trainer)
+    body = [name for name in before if name.startswith("backbone.")]
+    assert len(body) > 70
+    assert all(torch.equal(before[name], after[name]) for name in body)
+    heads = [n for n in before if not n.startswith("backbone.") and n.endswith(".weight")]
+    learnt = [n for n in heads if ".norm." not in n and "anchor" not in n]
+    assert not [name for name in learnt if torch.equal(before[name], after[name])]
+    assert any(name.startswith("roi_heads.res5.") for name in learnt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frozen/faster_r50", "frozen/fast_r50"])
+def test_the_frozen_configs_fix_every_body_tensor(
+    name: str, scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    trainer = build_trainer(
+        *(name, "resnet50", scenes, backbone_file("resnet50"), tmp_path, "SOLVER.MAX_ITER", "1")
+    )
+    before = state(trainer)
+    trainer.fit(0)
+    after = state(trainer)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert not [key for key in changed if key.startswith("backbone.")]
+    assert {"roi_heads.res5.0.conv1.weight", "roi_heads.box_predictor.cls_score.weight"} <= changed
 
 
 @pytest.mark.slow
@@ -115,6 +154,73 @@ def test_a_nan_loss_ends_with_the_iteration_and_the_cure(
         trainer.fit(0)
 
 
+@pytest.mark.slow
+def test_an_evaluation_on_the_way_changes_nothing(
+    scenes: Path,
+    backbone_file: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    states = []
+    for period in ("0", "1"):
+        trainer = build_trainer(
+            *("faster_r18", "resnet18", scenes, backbone_file("resnet18"), tmp_path / period),
+            *("SOLVER.MAX_ITER", "2", "TEST.EVAL_PERIOD", period),
+        )
+        trainer.fit(0)
+        states.append(state(trainer))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    rows = [json.loads(line) for line in (tmp_path / "1" / "metrics.json").open()]
+    measured = [row for row in rows if "ap50_11point" in row]
+    assert [row["iteration"] for row in measured] == [0]  # at the end the command measures itself
+
+
+AMP = """
+import sys
+from pathlib import Path
+import torch
+from instdisc.training.dist import Process
+from transfer.detection.data import load_data
+from transfer.detection.voc import VocSource
+from transfer.detection.evaluation import detect
+from transfer.detection.recipe import adapt_to_scratch, read_config
+from transfer.detection.settings import find_config
+from transfer.detection.trainer import DetectionTrainer
+
+scenes, output, *opts = sys.argv[1:]
+process = Process(0, 1, torch.device("cpu"))
+for enabled in ("False", "True"):
+    keys = [*opts, "SOLVER.AMP.ENABLED", enabled]
+    cfg = read_config(find_config(Path("faster_r18")), keys, demo=True)
+    adapt_to_scratch(cfg)
+    cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = output, "cpu"
+    data = load_data(cfg, VocSource(Path(scenes), is_demo=True), make_missing=False)
+    trainer = DetectionTrainer(cfg, data, 0, process)
+    seen = []
+    trainer.detector.backbone.res4.register_forward_hook(lambda *args: seen.append(args[2].dtype))
+    trainer.fit(0)
+    detect(trainer.detector, cfg, data, process)
+    loss = trainer.storage.history("total_loss").latest()
+    print(seen[0], seen[-1], trainer.detector.backbone.res4[0].conv1.weight.dtype, loss)
+"""
+
+
+@pytest.mark.slow
+def test_amp_trains_in_bf16_and_evaluates_in_float32(scenes: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AMP, str(scenes), str(tmp_path), *SMALL, "SOLVER.MAX_ITER", "1"],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (*exact, loss), (*mixed, mixed_loss) = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert exact == ["torch.float32"] * 3
+    assert mixed == ["torch.bfloat16", "torch.float32", "torch.float32"]
+    assert mixed_loss != loss
+    assert float(mixed_loss) == pytest.approx(float(loss), rel=0.05)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_order_is_a_function_of_the_iteration(world_size: int) -> None:
     def keys(start: int, end: int) -> list[tuple[int, int]]:
@@ -132,13 +238,15 @@ def test_the_order_is_a_function_of_the_iteration(world_size: int) -> None:
     assert [i for _, i in whole[:5]] != [i for _, i in whole[5:10]]
 
 
-def detect(cwd: Path, repo: Path, scenes: Path, backbone: Path, *flags: str) -> list[str]:
+def detect(repo: Path, cfg: str, data: tuple[str, str], backbone: Path, *flags: str) -> list[str]:
+    sizes = "[[32,64]]" if cfg == "faster_r18" else "[[16],[32],[64],[96],[96]]"
     return [
-        *(sys.executable, str(repo / "transfer" / "detect.py"), "--cfg", "faster_r18"),
-        *("--weights", str(backbone), "--voc-root", str(scenes), "--pictures", "1", *flags),
+        *(sys.executable, str(repo / "transfer" / "detect.py"), "--cfg", cfg),
+        *("--weights", str(backbone), *data, "--pictures", "1", *flags),
         *(*SMALL, "SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "0"),
-        *("MODEL.ANCHOR_GENERATOR.SIZES", "[[32,64]]", "SOLVER.STEPS", "(6,)"),
+        *("MODEL.ANCHOR_GENERATOR.SIZES", sizes, "SOLVER.STEPS", "(6,)"),
         *("MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", "4", "SOLVER.CHECKPOINT_PERIOD", "2"),
+        *("MODEL.ROI_BOX_HEAD.FC_DIM", "32"),
     ]
 
 
@@ -147,12 +255,20 @@ def final(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cfg", ["faster_r18", "coco/mask_r18_fpn"])
 def test_a_killed_run_resumes_to_the_same_weights(
-    repo: Path, scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path
+    cfg: str,
+    repo: Path,
+    scenes: Path,
+    coco_scenes: Path,
+    backbone_file: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
+    data = ("--voc-root", str(scenes)) if cfg == "faster_r18" else ("--coco-root", str(coco_scenes))
+
     def command(output: str) -> list[str]:
         length = ("SOLVER.MAX_ITER", "8", "--output", str(tmp_path / output), "--resume")
-        return detect(tmp_path, repo, scenes, backbone_file("resnet18"), *length)
+        return detect(repo, cfg, data, backbone_file("resnet18"), *length)
 
     subprocess.run(command("whole"), check=True, capture_output=True)
     killed = subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL)
@@ -178,7 +294,9 @@ def test_a_killed_run_resumes_to_the_same_weights(
     assert "seed 0 is finished" in said
 
 
-def _train_rank(rank: int, port: int, folder: Path, scenes: Path, backbone: Path) -> None:
+def _train_rank(
+    rank: int, port: int, folder: Path, scenes: Path, backbone: Path, norm: str
+) -> None:
     """One of two processes: two iterations, then its weights to a file."""
     os.environ.update(
         **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
@@ -187,9 +305,10 @@ def _train_rank(rank: int, port: int, folder: Path, scenes: Path, backbone: Path
     torch.set_num_threads(1)
     process = dist.init_process("cpu")
     comm.create_local_process_group(2)
-    cfg = read_config(find_config(Path("faster_r18")), (*SMALL, "SOLVER.MAX_ITER", "2"), demo=True)
+    opts = (*SMALL, "SOLVER.MAX_ITER", "2", "MODEL.RESNETS.NORM", norm)
+    cfg = read_config(find_config(Path("faster_r18")), opts, demo=True)
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = str(folder), "cpu"
-    data = load_voc_data(cfg, VocSource(scenes, is_demo=True), make_missing=False)
+    data = load_data(cfg, VocSource(scenes, is_demo=True), make_missing=False)
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(data.class_names)
     trainer = DetectionTrainer(cfg, data, 0, process)
     initial = prepare("ours", str(backbone), "resnet18", folder / f"init{rank}")
@@ -197,26 +316,27 @@ def _train_rank(rank: int, port: int, folder: Path, scenes: Path, backbone: Path
     load_backbone_weights(trainer.detector, initial.folder)
     trainer.fit(0)
     found = detect_all(trainer.detector, cfg, data, process)
-    images = {i for part in found.values() for i in part.image_ids}
+    images = {row.image_id for row in found}
     torch.save((state(trainer), sorted(images)), folder / f"rank{rank}.pt")
     dist.close()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
 def test_two_processes_train_and_agree(
-    scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path
+    scenes: Path, backbone_file: Callable[[str], Path], tmp_path: Path, norm: str
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     backbone = backbone_file("resnet18")
     # Forked: a fresh interpreter could not import this file.
-    arguments = (port, tmp_path, scenes, backbone)
+    arguments = (port, tmp_path, scenes, backbone, norm)
     start_processes(_train_rank, arguments, nprocs=2, start_method="fork")
     (first, images), (second, none) = (
         torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)
     )
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first)  # norms included
     # Each has seen other images: alike they are only because gradients were averaged.
     assert len(list(TrainingOrder(6, 2, 0, 0, 2, 0, 2))) == 2
     assert (tmp_path / "model_final.pth").exists()

@@ -203,3 +203,22 @@ def test_all_official_test_annotations_are_valid(shared_data):
     flags = Counter(a["difficult"] for record in records for a in record["annotations"])
     # The customary counts of the VOC2007 test set: images, objects that count, all objects.
     assert (len(records), flags[False], flags.total()) == (4952, 12032, 14976)
+
+
+@pytest.mark.parametrize(("outside", "clip"), [(0, 0), (1, 0), (1, 1), (3, 2), (3, 3)])
+def test_boxes_a_pixel_outside_are_clipped_on_demand(devkit, outside, clip):
+    box = (1 - outside, 1, 40 + outside, 30)
+    write(devkit, "000005", an_annotation(an_object(box=box)))
+    if outside > clip:
+        hint = "or --clip-boxes 1" if outside == 1 else "correct it$"
+        with pytest.raises(UserError, match=hint):
+            read_voc(devkit, 2007, "trainval", clip=clip)
+        return
+    _, record = read_voc(devkit, 2007, "trainval", clip=clip)
+    assert record["annotations"][0]["bbox"] == [0, 0, 40, 30]
+
+
+def test_a_box_beside_its_image_is_not_clipped(devkit):
+    write(devkit, "000005", an_annotation(an_object(box=(41, 1, 42, 30))))
+    with pytest.raises(UserError, match="has nothing in its 40x30 image"):
+        read_voc(devkit, 2007, "trainval", clip=5)
