@@ -10,8 +10,7 @@ from typing import Literal
 
 from instdisc.cli import CommandConfig, option
 from instdisc.errors import UserError
-
-StageName = Literal["embedding", "backbone", "conv1", "conv2", "conv3", "conv4", "conv5"]
+from instdisc.names import DATA_VARIABLE
 
 # One kind of option per heading of --help. What is volatile changes no result.
 network_option = functools.partial(option, group="network")
@@ -31,19 +30,21 @@ def check(*conditions: tuple[bool, str]) -> None:
 class TransferConfig(CommandConfig):
     """What every transfer command takes; a command's own dataclass adds its protocol."""
 
+    REAL_DATA = f"--data DIR or {DATA_VARIABLE}"  # how data are named in place of the embedded ones
+
     weights: str | None = network_option(
         None,
         "a run folder, a backbone.pt, untrained:RUN (what the run started from), "
-        "random:ARCH[:SEED], data-init:ARCH[:SEED] or timm:NAME; the newest pretraining run if "
-        "not given",
+        "random:ARCH[:SEED], data-init:ARCH[:SEED], timm:NAME or random:timm:NAME; the newest "
+        "pretraining run if not given",
         metavar="NAME",
     )
     data: str | None = data_option(
         None,
-        "ImageFolder tree (<data>/train/<class>/<image> and val/), the folder of CIFAR's or "
-        "Fashion-MNIST's official files, or `demo`; else $INSTDISC_DATA, else the images that "
-        "the network was pretrained on",
-        metavar="DIR",
+        "ImageFolder tree (<data>/train/<class>/<image> and val/), the same as lists or tar "
+        "archives (docs/data.md), the folder of CIFAR's or Fashion-MNIST's official files, or "
+        "`demo`; else $INSTDISC_DATA, else the images that the network was pretrained on",
+        metavar="PATH",
     )
     skip_bad_images: bool = data_option(
         False, "leave out files that are no readable images, and say so", volatile=False
@@ -51,6 +52,9 @@ class TransferConfig(CommandConfig):
     workers: int = data_option(4, "loader processes; results do not depend on it", aliases=["-j"])
     batch_size: int = run_option(256, "images per forward pass", aliases=["-b"])
     device: Literal["auto", "cpu", "cuda"] = run_option("auto", "where to compute")
+    threads: int | None = run_option(
+        None, "threads of this process on a CPU; one for each core if not given"
+    )
     seed: int = run_option(0, "of everything that is drawn at random", volatile=False)
     output: Path | None = run_option(
         None, "folder of this run; runs/<command>/<network> if not given", metavar="DIR"
@@ -62,4 +66,5 @@ class TransferConfig(CommandConfig):
             (self.workers >= 0, "--workers must not be negative"),
             (self.batch_size >= 1, "--batch-size must be at least 1"),
             (self.seed >= 0, "--seed must not be negative"),
+            (self.threads is None or self.threads >= 1, "--threads must be at least 1"),
         )

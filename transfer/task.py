@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from instdisc.cli import to_dict, volatile_fields
-from instdisc.errors import UserError
+from instdisc.errors import UserError, some_of
 from instdisc.images.locations import DataLocation, locate_data
 from instdisc.images.sets import ImageSet, Split, has_split, load_images
 from instdisc.names import DATA_VARIABLE
@@ -23,15 +23,15 @@ from instdisc.runs.locks import lock_folder
 from instdisc.runs.log import LOGGER, boxed, setup_logging
 from instdisc.runs.results import Result, append_results, config_hash
 from instdisc.training import dist
-from instdisc.training.dist import Process, init_process
+from instdisc.training.dist import Process
 from transfer.config import TransferConfig
 from transfer.suites.settings import FIELDS_WITHOUT_EFFECT
 
 # Commands that keep what is half done in their folder, and must have it to themselves.
-EXCLUSIVE = ("semisup", "linear")
+EXCLUSIVE = ("semisup", "linear", "voc_svm")
 
 
-def demo_banner(cure: str = "--data DIR or INSTDISC_DATA") -> str:
+def demo_banner(cure: str) -> str:
     """What a command says before it measures anything on the embedded images."""
     return boxed(
         "DEMO DATA. These numbers are of the small images that come with the project: they say "
@@ -44,12 +44,12 @@ class Task:
     """A transfer command at work.
 
     Attributes:
-        name: what result rows call the command: knn, linear, semisup, retrieve.
+        name: what result rows call the command: knn, linear, voc_svm, ...
         config: its configuration.
         process: this process.
         weights: the network, in eval mode, on the process's device.
         location: where the images are.
-        held: what `close` gives back, such as the lock of the run folder.
+        held: what is given back at the end: the lock of the run folder.
     """
 
     name: str
@@ -64,11 +64,6 @@ class Task:
         if self.is_main:
             self.held.enter_context(lock_folder(self.output))
         return self.held
-
-    def close(self) -> None:
-        """Gives the run folder back, and leaves the process group."""
-        self.held.close()
-        dist.close()
 
     @property
     def is_main(self) -> bool:
@@ -100,23 +95,31 @@ class Task:
         return self.config.output or runs_root() / self.name / name
 
     def load_split(self, split: Split) -> ImageSet:
-        """The images of a split; the first process makes the demo set for all."""
+        """The images of a split, which the first process lists for all."""
         if not has_split(self.location, split):
             raise UserError(
                 f"{self.location.root} has no {split}/ beside train/: "
                 "expected <data>/train/<class>/<image> and <data>/val/<class>/<image>"
             )
-        if not self.is_main:
-            dist.barrier()
-        images = load_images(self.location, split, skip_bad=self.config.skip_bad_images)
-        if self.is_main:
-            dist.barrier()
-        return images
+        skip_bad = self.config.skip_bad_images
+        return dist.from_first(lambda: load_images(self.location, split, skip_bad=skip_bad))
 
     def load_train_and_val(self) -> tuple[ImageSet, ImageSet]:
         """Both splits, with the labels of val in terms of the classes of train."""
-        train, val = self.load_split("train"), self.load_split("val")
+        train, val = self.load_labelled("train"), self.load_labelled("val")
         return train, align_labels(val, train.classes)
+
+    def load_labelled(self, split: Split) -> ImageSet:
+        """The images of a split, which must have classes."""
+        images = self.load_split(split)
+        if not images.is_labelled:
+            raise UserError(
+                f"the {images.split} images of {self.location.root} have no classes, which knn, "
+                "linear, semisup, fewshot, and retrieve without --query need: put each image into "
+                "the folder of its class (ImageNet and Places205: python -m "
+                "instdisc.images.arrange --help), or add a label column to a list"
+            )
+        return images
 
     def result(
         self,
@@ -203,7 +206,7 @@ def align_labels(images: ImageSet, classes: Sequence[str]) -> ImageSet:
     if unknown:
         raise UserError(
             f"{images.split}/ of {images.dataset} has classes that train/ has not "
-            f"({', '.join(unknown[:5])}): make the class folders agree"
+            f"({some_of(unknown)}): make the class folders agree"
         )
     table = np.array([place[name] for name in images.classes], dtype=np.int64)
     return dataclasses.replace(images, classes=tuple(classes), labels=table[images.labels])
@@ -216,20 +219,34 @@ def find_location(named: str | None, weights: Weights) -> DataLocation:
     return locate_data(weights.data, flag="--data is not given, and the pretraining data")
 
 
-def open_task(name: str, config: TransferConfig) -> Task:
-    """Opens network, data location and run folder; says what it found."""
-    process = init_process(config.device)
-    setup_logging(None, is_main=process.is_main)
-    weights = open_weights(config.weights, data=config.data)
-    task = Task(name, config, process, weights, find_location(config.data, weights))
-    weights.to(process.device)
-    if name in EXCLUSIVE:
-        task.claim()
-    setup_logging(task.output / "log.txt", is_main=process.is_main)
-    if process.is_main:
-        write_json(task.output / "config.json", to_dict(config))
-    if task.location.is_demo and process.is_main:
-        LOGGER.warning(demo_banner())
-    origin = weights.file or weights.name
-    LOGGER.info(f"{name}: {weights.backbone.arch} of {origin} on {process.device}")
-    return task
+@contextlib.contextmanager
+def open_task(
+    name: str,
+    config: TransferConfig,
+    locate: Callable[[str | None, Weights], DataLocation] = find_location,
+) -> Iterator[Task]:
+    """Opens network, data location and run folder, and says what it found.
+
+    At the end it gives the run folder back, and leaves the process group.
+
+    Args:
+        name: of the command.
+        config: its flags.
+        locate: finds the data that were named, or what stands for them.
+    """
+    with dist.joined(config.device, config.threads) as process:
+        setup_logging(None, is_main=process.is_main)
+        weights = open_weights(config.weights, data=config.data)
+        task = Task(name, config, process, weights, locate(config.data, weights))
+        weights.to(process.device)
+        with task.held:
+            if name in EXCLUSIVE:
+                task.claim()
+            setup_logging(task.output / "log.txt", is_main=process.is_main)
+            if process.is_main:
+                write_json(task.output / "config.json", to_dict(config))
+            if task.location.is_demo and process.is_main:
+                LOGGER.warning(demo_banner(config.REAL_DATA))
+            origin = weights.file or weights.name
+            LOGGER.info(f"{name}: {weights.backbone.arch} of {origin} on {process.device}")
+            yield task

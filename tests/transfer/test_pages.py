@@ -1,4 +1,4 @@
-"""Pages from templates: values are text, a missing one is an error, the style is the only one."""
+"""Pages from templates: values are text, a missing one is an error, one style, one script."""
 
 import base64
 import hashlib
@@ -10,15 +10,16 @@ from jinja2 import UndefinedError
 from transfer.pages import render, to_data_uri
 
 
-def test_policy_admits_the_style_sheet_of_the_page_and_nothing_else() -> None:
+def test_policy_admits_the_style_and_the_script_of_the_page_and_nothing_else() -> None:
     from transfer.nearest.gallery import Gallery
     from transfer.nearest.page import render_page
 
     page = render_page(Gallery("<i>&\"'", [("a", "<b>")], []))
-    found = re.search(r"<style>(.*?)</style>", page, re.DOTALL)
-    assert found is not None
-    digest = base64.b64encode(hashlib.sha256(found.group(1).encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{digest}'; "
+    policy = "default-src 'none'; img-src data:; "
+    for tag in ("style", "script"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        policy += f"{tag}-src 'sha256-{digest}'; "
     assert policy + "base-uri 'none'; form-action 'none'" in page
     assert "<title>&lt;i&gt;&amp;&#34;&#39;</title>" in page
     assert "<dd>&lt;b&gt;</dd>" in page

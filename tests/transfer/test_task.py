@@ -49,8 +49,8 @@ def test_fingerprint_of_several_sets_depends_on_each() -> None:
 
 def test_run_folder_replays(tiny_network: Path) -> None:
     config = KnnConfig(device="cpu", num_neighbors=(3, 1), features=("backbone",))
-    task = open_task("knn", config)
-    assert task.output == tiny_network.parents[2] / "knn" / "tiny"
+    with open_task("knn", config) as task:
+        assert task.output == tiny_network.parents[2] / "knn" / "tiny"
     replayed = parse(KnnConfig, ["--config", str(task.output / "config.json")])
     assert replayed == config
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from instdisc.runs.folders import atomic_file
-from instdisc.runs.results import Result, Summary, summarize
+from instdisc.runs.results import Measured, Result, summarize
 
 # Readable in print and by colour-blind readers (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -14,7 +14,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 def curve_points(
     rows: Sequence[Result], like: Result, metric: str
-) -> dict[str, list[tuple[float, Summary]]]:
+) -> dict[str, list[tuple[float, Measured]]]:
     """The points of each network's line, by fraction.
 
     Args:
@@ -36,16 +36,16 @@ def curve_points(
     # A network that was trained anew under its old name starts a new line.
     newest = {row.weights: row.weights_hash for row in chosen}
     chosen = [r for r in chosen if r.weights == "scratch" or r.weights_hash == newest[r.weights]]
-    lines: dict[str, list[tuple[float, Summary]]] = {}
-    for summary in summarize(chosen):
-        point = (float(summary.first.details["fraction"]), summary)
-        lines.setdefault(summary.first.weights, []).append(point)
+    lines: dict[str, list[tuple[float, Measured]]] = {}
+    for first, measured in summarize(chosen):
+        point = (float(first.details["fraction"]), measured)
+        lines.setdefault(first.weights, []).append(point)
     return {name: sorted(points, key=lambda p: p[0]) for name, points in lines.items()}
 
 
 def draw_lines(
     axes: Any,
-    lines: Mapping[str, list[tuple[float, Summary]]],
+    lines: Mapping[str, list[tuple[float, Measured]]],
     colours: Sequence[str],
     label: Callable[[str], str] = str,
 ) -> None:
@@ -60,8 +60,8 @@ def draw_lines(
     for number, (name, points) in enumerate(lines.items()):
         axes.errorbar(
             [100 * fraction for fraction, _ in points],
-            [summary.mean for _, summary in points],
-            yerr=[summary.std or 0.0 for _, summary in points],
+            [measured.mean for _, measured in points],
+            yerr=[measured.std or 0.0 for _, measured in points],
             label=label(name),
             color=colours[number % len(colours)],
             marker=MARKERS[number % len(MARKERS)],
@@ -94,7 +94,7 @@ def draw_curve(
     ]
     draw_lines(axes, {name: lines[name] for name in order}, colours)
     axes.set_ylabel(f"top-{metric.removeprefix('top')} accuracy (%)")
-    trials = max(summary.count for points in lines.values() for _, summary in points)
+    trials = max(measured.count for points in lines.values() for _, measured in points)
     spread = f", bars: std over {trials} trials" if trials > 1 else ""
     demo = "DEMO DATA, " if like.is_demo else ""
     axes.set_title(f"{demo}{like.arch} on {like.dataset}{spread}", fontsize=10)

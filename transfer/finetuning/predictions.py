@@ -1,5 +1,6 @@
 """What a trained model says of every image, and how often it is right."""
 
+import functools
 from typing import Any
 
 import torch
@@ -7,11 +8,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from instdisc.errors import UserError
-from instdisc.images.loading import build_loader, sequential_plan
+from instdisc.images.loading import build_loader, keep_valid, sequential_plan, to_device
 from instdisc.neighbors.vote import top_k_accuracy
-from instdisc.runs.log import progress
+from instdisc.runs.log import LOGGER, progress
 from instdisc.training.dist import Process, gather_by_index
-from transfer.finetuning.batches import keep_valid, to_device
 
 TOP = 5  # ranked classes that a prediction keeps
 
@@ -36,11 +36,12 @@ def predict(
     model.eval()
     plan = sequential_plan(num_images, batch_size, process.rank, process.world_size)
     loader = build_loader(samples, plan, workers, pin_memory=process.device.type == "cuda")
+    report = functools.partial(LOGGER.warning, "left out: %s") if skip_bad else None
     ranked: list[Tensor] = []
     places: list[Tensor] = []
     names: list[str] = []
     for inputs, indices, errors in progress(loader, title="evaluating", enabled=process.is_main):
-        valid = keep_valid(errors, skip_bad).to(process.device)
+        valid = keep_valid(errors, process.device, report)
         outputs = model(to_device(inputs, process.device))
         names = list(outputs)
         best = [outputs[name].float() for name in names]

@@ -22,6 +22,8 @@ TRAINED_BY = (
     "lr_milestones",
     "lr_factor",
     "momentum",
+    "nesterov",
+    "head_init",
     "weight_decay",
     "amp",
 )
@@ -160,10 +162,9 @@ class SemiSupervised:
 def print_table(rows: list[Result]) -> None:
     """Top-1 and top-5 of every fraction and initialisation, mean and deviation over trials."""
     cells: dict[tuple[str, float, int], dict[str, str]] = {}
-    for summary in summarize(rows):
-        first = summary.first
+    for first, measured in summarize(rows):
         place = (first.weights, first.details["fraction"], first.details["num_labeled"])
-        cells.setdefault(place, {})[first.metric] = str(summary)
+        cells.setdefault(place, {})[first.metric] = str(measured)
     LOGGER.info(f"{'labelled':>16}  {'network':<24}{'top-1 %':<22}top-5 %")
     for (weights, fraction, count), found in cells.items():
         part = f"{100 * fraction:.4g}% ({count:,})"
@@ -172,13 +173,10 @@ def print_table(rows: list[Result]) -> None:
 
 def run_semisup(config: SemisupConfig) -> list[Result]:
     """The whole task, also for use from Python; returns the rows of all trials."""
-    task = open_task("semisup", config)
-    try:
+    with open_task("semisup", config) as task:
         rows = SemiSupervised(task, config).run()
         print_table(rows)
         if task.is_main:
             files = draw_curve([*check_results()[0], *rows], rows[0], task.output)
             LOGGER.info(f"figure: {' and '.join(str(file) for file in files)}")
         return rows
-    finally:
-        task.close()

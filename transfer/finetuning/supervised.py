@@ -7,28 +7,28 @@ the run that would have been, bit for bit on a CPU.
 
 import contextlib
 import dataclasses
+import functools
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from instdisc.errors import UserError
-from instdisc.images.loading import build_loader
+from instdisc.images.loading import EvenBatches, build_loader, keep_valid, to_device
 from instdisc.runs.checkpoint import load_last, save_checkpoint
 from instdisc.runs.log import LOGGER, MetricsLog, StepBar
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
 from instdisc.training.amp import autocast, build_scaler
+from instdisc.training.cpu import keep_memory
 from instdisc.training.dist import Process
+from instdisc.training.loop import LossMeter, SaveOrStop, share_buffers, wrap_parallel
 from instdisc.training.schedules import step_decay
-from instdisc.training.seed import seed_global
-from transfer.finetuning.batches import EvenBatches, keep_valid, to_device
+from instdisc.training.seed import seed_global, seeded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,12 @@ class LoopSettings:
     log_every: int = 10
     save_minutes: float = 10.0
     tensorboard: bool = False
+    compile: bool = False
 
     @property
     def decisive(self) -> dict[str, Any]:
         """What a result depends on; the rest may change when a run is resumed."""
-        of_the_machine = ("workers", "log_every", "save_minutes", "tensorboard")
+        of_the_machine = ("workers", "log_every", "save_minutes", "tensorboard", "compile")
         return {k: v for k, v in dataclasses.asdict(self).items() if k not in of_the_machine}
 
 
@@ -76,6 +77,25 @@ class Problem:
     samples: Dataset[Any]
     labels: Tensor
     key: str
+
+
+def build_head(width: int, num_classes: int, init: str, seed: int, *key: str) -> nn.Linear:
+    """A linear classifier as its source starts it.
+
+    Args:
+        width: of its inputs.
+        num_classes: of its outputs.
+        init: `normal`, of deviation 0.01 without biases, or `uniform`, which is torch's own.
+        seed: the run's.
+        key: what the draw is for.
+    """
+    with seeded(seed, *key):
+        layer = nn.Linear(width, num_classes)
+    if init == "normal":
+        with seeded(seed, *key):  # as if nothing else had been drawn
+            nn.init.normal_(layer.weight, std=0.01)
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 class SupervisedTrainer:
@@ -107,23 +127,16 @@ class SupervisedTrainer:
             fused=True,  # one pass over the weights
         )
         self.scaler = build_scaler(process.device, settings.amp)
-        self.parallel_model = self._parallel()
+        self.parallel_model = wrap_parallel(self.model, process, compiled=settings.compile)
         self.step = 0
-        self.epoch_loss = 0.0  # sum over the steps of this epoch so far
-
-    def _parallel(self) -> nn.Module:
-        if self.process.world_size == 1:
-            return self.model
-        on_gpu = self.process.device.type == "cuda"
-        ids = [self.process.device] if on_gpu else None
-        return DistributedDataParallel(self.model, device_ids=ids)
+        self.losses = LossMeter(process.device)
 
     def state(self) -> dict[str, Any]:
         """Everything a resumed run needs."""
         return {
             "key": self.problem.key,
             "step": self.step,
-            "epoch_loss": self.epoch_loss,
+            "epoch_loss": self.losses.total,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -131,15 +144,16 @@ class SupervisedTrainer:
 
     def restore(self) -> None:
         """Goes on from last.pt, if there is one; from the one before it, if it is damaged."""
-        state = load_last(self.last_checkpoint, "train", rename=self.process.is_main)
-        if not dist.any_rank(state is not None, self.process.device):
+        with dist.first_process_first(self.process):
+            state = load_last(self.last_checkpoint, "train")
+        if not dist.agree(state is not None):
             return
         if state is None:
             raise UserError(f"{self.last_checkpoint} is not seen by all processes: share its disk")
         if state["key"] != self.problem.key:
             raise UserError(f"{self.last_checkpoint} is of another run: remove it")
         self.step = state["step"]
-        self.epoch_loss = state["epoch_loss"]
+        self.losses = LossMeter(self.process.device, state["epoch_loss"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -147,10 +161,11 @@ class SupervisedTrainer:
             LOGGER.info(f"going on after step {self.step} of {self.num_steps}")
 
     def train_step(self, batch: Any) -> Tensor:
-        """One optimiser step; this process's part of the mean loss over the batch."""
+        """One optimiser step; averaged over the processes, the mean loss over the batch."""
         settings, device = self.settings, self.process.device
         inputs, indices, errors = batch
-        valid = keep_valid(errors, settings.skip_bad).to(device, non_blocking=True)
+        report = functools.partial(LOGGER.warning, "left out: %s") if settings.skip_bad else None
+        valid = keep_valid(errors, device, report)
         for group in self.optimizer.param_groups:
             epoch = self.step / self.steps_per_epoch
             rate = step_decay(settings.lr, epoch, settings.lr_milestones, factor=settings.lr_factor)
@@ -165,11 +180,12 @@ class SupervisedTrainer:
         logits = {name: value.float() for name, value in outputs.items()}
         part = (self.problem.loss(logits, labels) * valid).sum() / (last - first)
         # The processes' gradients are averaged, and their shares of a batch may differ by one.
-        self.scaler.scale(part * self.process.world_size).backward()
+        loss = part * self.process.world_size
+        self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
-        return part.detach()
+        return loss.detach()
 
     def train(self) -> None:
         """Runs to the last epoch, or to the first signal."""
@@ -189,50 +205,46 @@ class SupervisedTrainer:
         on_gpu = process.device.type == "cuda"
         loader = build_loader(self.problem.samples, plan, settings.workers, pin_memory=on_gpu)
         bar = StepBar(self.num_steps, self.step, plan.batch_size, enabled=process.is_main)
-        saved = time.monotonic()
         self.parallel_model.train()
         with contextlib.closing(metrics), contextlib.closing(bar), StopSignal() as stop:
-            for batch in loader:
-                loss, stopping = self._share(self.train_step(batch), stop.raised)
-                self.epoch_loss += loss
-                bar.advance(loss, self.step / self.steps_per_epoch)
-                self._log(metrics, loss)
-                ended = self.step == self.num_steps
-                if ended or stopping or time.monotonic() - saved >= 60 * settings.save_minutes:
+            saves = SaveOrStop(stop, settings.save_minutes)
+            batches = iter(loader)
+            keep_memory(process.device)  # the loader processes have been started without it
+            for batch in batches:
+                self.losses.add(self.train_step(batch))
+                self._log(metrics, bar)
+                finished = self.step == self.num_steps
+                if saves.is_due(ended=finished, failed=self.losses.failed_before()):
                     self.save()
-                    saved = time.monotonic()
-                if stopping and not ended:
-                    raise stop.interrupt(self.step, self.last_checkpoint)
-        self._share_buffers()
+                    saves.saved(self.step, self.last_checkpoint, finished=finished)
 
-    def _share_buffers(self) -> None:
-        """Gives all processes the batch-norm statistics that the checkpoint has."""
-        if self.process.world_size > 1:
-            for buffer in self.model.buffers():
-                torch.distributed.broadcast(buffer, src=0)
+    def _read_loss(self) -> float:
+        """The mean loss of the batch; all processes read it."""
+        loss = self.losses.read()
+        if not math.isfinite(self.losses.total):
+            raise UserError(f"the loss is {loss} at step {self.step}: lower --lr")
+        return loss
 
-    def _share(self, loss: Tensor, stopping: bool) -> tuple[float, bool]:
-        """The mean loss of the batch, and whether any process was told to stop."""
-        both = dist.all_reduce_sum(torch.stack([loss, torch.full_like(loss, float(stopping))]))
-        value = both[0].item()
-        if not math.isfinite(value):
-            raise UserError(f"the loss is {value} at step {self.step}: lower --lr")
-        return value, bool(both[1].item() > 0)
-
-    def _log(self, metrics: MetricsLog, loss: float) -> None:
+    def _log(self, metrics: MetricsLog, bar: StepBar) -> None:
         epoch, epochs = self.step / self.steps_per_epoch, self.settings.epochs
-        if self.step % self.settings.log_every == 0 or self.step == 1:
+        is_told = self.step % self.settings.log_every == 0 or self.step == 1
+        ended = self.step % self.steps_per_epoch == 0
+        loss = self._read_loss() if is_told or ended else None
+        bar.advance(loss, epoch)
+        if is_told:
             rate = self.optimizer.param_groups[0]["lr"]
             metrics.write(self.step, epoch=epoch, loss=loss, lr=rate)
-        if self.step % self.steps_per_epoch:
+        if not ended:
             return
-        mean, self.epoch_loss = self.epoch_loss / self.steps_per_epoch, 0.0
+        mean = self.losses.end_epoch() / self.steps_per_epoch
         metrics.write(self.step, epoch=epoch, epoch_loss=mean)
         if epoch % max(1, epochs // 10) == 0 or epoch == epochs:
             LOGGER.info(f"epoch {epoch:.0f}/{epochs}  loss {mean:.4f}")
 
     def save(self) -> None:
-        """Writes last.pt, by the first process."""
+        """Writes last.pt, by the first process, once all are found to have gone well."""
+        self._read_loss()
+        share_buffers([self.model])
         if self.process.is_main:
             save_checkpoint(self.last_checkpoint, "train", self.state(), keep_previous=True)
         dist.barrier()

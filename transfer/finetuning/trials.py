@@ -16,34 +16,33 @@ from instdisc.images.loading import Samples
 from instdisc.images.sets import ImageSet
 from instdisc.images.subsets import LabeledSubset
 from instdisc.images.transforms import InputSpec, eval_transform, finetune_transform
-from instdisc.networks.backbones import Backbone, build_backbone
-from instdisc.networks.weights import TimmBackbone, Weights, open_weights
+from instdisc.names import TIMM
+from instdisc.networks.backbones import AnyBackbone, Backbone, build_backbone
+from instdisc.networks.timm_backbones import build_timm
+from instdisc.networks.weights import Weights, open_weights
 from instdisc.runs.checkpoint import remove_checkpoints, weights_hash
 from instdisc.runs.folders import write_json, write_text
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import config_hash
 from instdisc.training import dist
 from instdisc.training.amp import check_amp
-from instdisc.training.cpu import prepare_cpu
 from instdisc.training.dist import Process
+from instdisc.training.loop import prepare_device
 from instdisc.training.seed import seeded
 from transfer.finetuning.predictions import accuracy, predict
 from transfer.finetuning.settings import SemisupConfig
-from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
-
-AnyBackbone = Backbone | TimmBackbone
+from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer, build_head
 
 
 class Classifier(nn.Module):
     """A backbone and a linear classifier on its features; all of it is trained."""
 
-    def __init__(self, backbone: AnyBackbone, num_classes: int, seed: int) -> None:
+    def __init__(
+        self, backbone: AnyBackbone, num_classes: int, seed: int, init: str = "normal"
+    ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = nn.Linear(backbone.feature_dim, num_classes)
-        with seeded(seed, "head"):
-            nn.init.normal_(self.head.weight, std=0.01)
-            nn.init.zeros_(self.head.bias)
+        self.head = build_head(backbone.feature_dim, num_classes, init, seed, "head")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Logits, `(B, C)`, under the name of the only head."""
@@ -60,13 +59,7 @@ def reinitialized(backbone: AnyBackbone, seed: int) -> AnyBackbone:
     with seeded(seed, "init"):
         if isinstance(backbone, Backbone):
             return build_backbone(backbone.arch, stem=backbone.stem, batch_norm=backbone.batch_norm)
-        # An outsider's library: only who asks for it pays for the import.
-        import timm
-
-        fresh = copy.deepcopy(backbone)
-        name = backbone.arch.removeprefix("timm:")
-        fresh.trunk = timm.create_model(name, pretrained=False, num_classes=0)
-        return fresh
+        return build_timm(backbone.arch.removeprefix(TIMM), size=backbone.spec.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +127,14 @@ def loop_settings(config: SemisupConfig, trial: Trial) -> LoopSettings:
         lr_milestones=config.lr_milestones,
         lr_factor=config.lr_factor,
         momentum=config.momentum,
+        nesterov=config.nesterov,
         amp=config.amp,
         skip_bad=config.skip_bad_images,
         seed=trial.seed,
         workers=config.workers,
         log_every=config.log_every,
         save_minutes=config.save_minutes,
+        compile=config.compile,
     )
 
 
@@ -178,18 +173,19 @@ def run_trial(
         top1 and top5 in percent, the folder, its key, and the hash of the initial backbone.
     """
     spec, settings = trial.start.spec, loop_settings(config, trial)
-    model = Classifier(trial.start.build(trial.seed), len(train.classes), trial.seed)
-    prepare_cpu(model, process.device)
+    backbone = trial.start.build(trial.seed)
+    model = Classifier(backbone, len(train.classes), trial.seed, config.head_init)
+    prepare_device(model, process.device)
     check_amp(model, spec.size, process.device, config.amp)
     initial = weights_hash(model.backbone.state_dict())
-    parts = repr((trial.head_lr_scale, config.weight_decay, spec, initial))
+    parts = repr((trial.head_lr_scale, config.weight_decay, config.head_init, spec, initial))
     sets = (train.fingerprint, test.fingerprint)
     key = config_hash({**settings.decisive, "parts": parts, "sets": sets})
     folder = output / f"{prefix}{trial.label}-{key[:8]}"
     if config.overwrite and process.is_main:
         shutil.rmtree(folder, ignore_errors=True)
     dist.barrier()
-    if dist.any_rank((folder / "result.json").exists(), process.device):
+    if dist.agree((folder / "result.json").exists()):
         LOGGER.info(f"{folder.name}: measured before (--overwrite measures again)")
         return json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if process.is_main:

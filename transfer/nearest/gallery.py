@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageOps
 
+from transfer.nearest.feature_map import FeatureMap
+
 THUMBNAIL = 160  # pixels; twice the size on a page, for dense screens
 
 
@@ -57,12 +59,13 @@ class Section:
 
 @dataclasses.dataclass(frozen=True)
 class Gallery:
-    """A page: a title, facts as (name, value), a warning or nothing, and sections."""
+    """A page: a title, facts as (name, value), sections, a warning or nothing, a map or none."""
 
     title: str
     facts: Sequence[tuple[str, str]]
     sections: Sequence[Section]
     warning: str = ""
+    feature_map: FeatureMap | None = None
 
     @property
     def has_classes(self) -> bool:

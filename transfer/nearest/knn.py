@@ -4,22 +4,67 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from instdisc.errors import UserError
 from instdisc.features.extract import build_extractor, default_features
-from instdisc.images.sets import load_images, random_subset
-from instdisc.neighbors.vote import classify, top_k_accuracy
+from instdisc.features.store import FeatureStore, StoredFeatures, unreadable
+from instdisc.images.sets import ImageSet, load_images, random_subset
+from instdisc.names import Precision
+from instdisc.neighbors.shared import classify_shared
+from instdisc.neighbors.vote import top_k_accuracy
 from instdisc.runs.checkpoint import load_checkpoint, weights_hash
 from instdisc.runs.log import LOGGER
 from instdisc.runs.results import Result
-from instdisc.training import dist
-from transfer.nearest.rows import LabelledRows, build_store, load_rows, to_device
+from instdisc.runs.row_files import load_all_rows
 from transfer.nearest.settings import PAPER_NUM_NEIGHBORS, KnnConfig
 from transfer.task import Task, open_task
 
 RANKS = (1, 5)  # top-1 and top-5
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledRows:
+    """Features with their classes: rows `(N, D)`, labels `(N,)`, and the images they are of."""
+
+    rows: Tensor
+    labels: Tensor
+    images: ImageSet
+
+
+def build_store(task: Task, precision: Precision) -> FeatureStore:
+    """The stored features of a task's network."""
+    config = task.config
+    return FeatureStore(
+        task.weights_hash,
+        task.weights.spec,
+        task.process,
+        batch_size=config.batch_size,
+        workers=config.workers,
+        precision=precision,
+        skip_bad=config.skip_bad_images,
+    )
+
+
+def load_rows(task: Task, store: FeatureStore, name: str, images: ImageSet) -> LabelledRows:
+    """Features of that name of all readable images, computed if they are not stored yet."""
+    stored = store.load(build_extractor(task.weights, name), images)
+    LOGGER.info(f"{name} of {images.split}: {stored.origin}")
+    return drop_bad(stored, images)
+
+
+def drop_bad(stored: StoredFeatures, images: ImageSet) -> LabelledRows:
+    """Features and labels of the readable images; all of them, without a copy, as a rule."""
+    labels = torch.from_numpy(images.labels)
+    if not len(stored.bad):
+        return LabelledRows(stored.rows, labels, images)
+    LOGGER.warning(f"left out: {unreadable(images, stored.bad)}")
+    kept = np.delete(np.arange(len(images)), stored.bad)
+    if not len(kept):
+        raise UserError(f"no image of {images.root} can be read: name another folder")
+    return LabelledRows(stored.rows[kept], labels[kept], images.subset(kept))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +98,7 @@ class KnnReadout:
     def __init__(self, config: KnnConfig, task: Task) -> None:
         self.config, self.task = config, task
         self.train, self.val = task.load_train_and_val()
-        self.store = build_store(task, config)
+        self.store = build_store(task, config.precision)
 
     def run(self) -> list[Score]:
         """Scores of all features, in the order that was asked for."""
@@ -103,38 +148,31 @@ class KnnReadout:
                 f"training images of {self.task.location.root or 'the demo set'} are others: name "
                 "the same images with --data, or leave bank out of --features"
             )
-        return LabelledRows(state["bank"].float(), torch.from_numpy(train.labels), train)
+        bank = load_all_rows(state["bank"], path).float()
+        return LabelledRows(bank, torch.from_numpy(train.labels), train)
 
     def _score(self, name: str, queries: LabelledRows, bank: LabelledRows) -> list[Score]:
         ks = choose_ks(self.config, len(bank.rows))
         if self.config.num_neighbors is None and ks != (PAPER_NUM_NEIGHBORS,):
             LOGGER.info(f"k is {ks[0]}: there are no {PAPER_NUM_NEIGHBORS} training images")
-        process = self.task.process
         started = time.monotonic()
-        rows = to_device(bank.rows, process.device)
-        mine = torch.arange(process.rank, len(queries.rows), process.world_size)
-        votes = classify(
-            queries.rows[mine].to(rows.device),
-            rows,
-            bank.labels.to(rows.device),
+        predicted = classify_shared(
+            queries.rows,
+            bank.rows,
+            bank.labels,
+            self.task.process,
             num_classes=len(self.train.classes),
             num_neighbors=ks,
             temperature=self.config.temperature,
         )
-        gathered = {
-            k: dist.gather_by_index(
-                votes[k].to(process.device), mine.to(process.device), len(queries.rows)
-            ).cpu()
-            for k in ks
-        }
         seconds = time.monotonic() - started
         return [
             Score(
                 features=name,
                 dim=bank.rows.shape[1],
                 num_neighbors=k,
-                top={rank: top_k_accuracy(gathered[k], queries.labels, rank) for rank in RANKS},
-                per_class={rank: per_class_accuracy(gathered[k], queries, rank) for rank in RANKS},
+                top={rank: top_k_accuracy(predicted[k], queries.labels, rank) for rank in RANKS},
+                per_class={rank: per_class_accuracy(predicted[k], queries, rank) for rank in RANKS},
                 bank=bank,
                 queries=queries,
                 seconds=seconds,
@@ -212,8 +250,7 @@ def format_table(scores: Sequence[Score]) -> str:
 
 def run_knn(config: KnnConfig) -> list[Score]:
     """The command: measures, prints the table, writes the rows."""
-    try:
-        task = open_task("knn", config)
+    with open_task("knn", config) as task:
         readout = KnnReadout(config, task)
         train, val = readout.train, readout.val
         LOGGER.info(
@@ -230,8 +267,6 @@ def run_knn(config: KnnConfig) -> list[Score]:
         if untrained is not None:
             _measure_untrained(untrained)
         return scores
-    finally:
-        dist.close()
 
 
 def _measure_untrained(task: Task) -> None:

@@ -13,15 +13,17 @@ from torch import Tensor
 from instdisc.features.extract import build_extractor, default_features, extract_features
 from instdisc.images.sets import ImageSet, has_split
 from instdisc.images.tree import read_files, read_tree
+from instdisc.neighbors.shared import to_device
 from instdisc.neighbors.vote import top_k
 from instdisc.runs.folders import write_text
-from instdisc.runs.log import LOGGER
+from instdisc.runs.log import LOGGER, progress
 from instdisc.training import dist
 from transfer.nearest.cases import BEST, WORST, choose_cases, make_case
+from transfer.nearest.feature_map import FEWEST, FeatureMap, choose, make_map
 from transfer.nearest.figure import save_figure
 from transfer.nearest.gallery import Gallery, Section, to_printable
+from transfer.nearest.knn import LabelledRows, build_store, load_rows
 from transfer.nearest.page import render_page
-from transfer.nearest.rows import LabelledRows, build_store, load_rows, to_device
 from transfer.nearest.settings import RetrieveConfig
 from transfer.task import Task, open_task
 
@@ -46,7 +48,7 @@ class Retrieval:
         self.config, self.task = config, task
         self.features = config.features or default_features(task.weights)
         self.extractor = build_extractor(task.weights, self.features)
-        self.store = build_store(task, config)
+        self.store = build_store(task, config.precision)
 
     def run(self) -> Gallery:
         """Searches, says what was found, and makes the gallery of it."""
@@ -81,11 +83,38 @@ class Retrieval:
         ]
 
     def _gallery(
-        self, title: str, sections: Sequence[Section], facts: list[tuple[str, str]]
+        self,
+        title: str,
+        sections: Sequence[Section],
+        facts: list[tuple[str, str]],
+        feature_map: FeatureMap | None = None,
     ) -> Gallery:
         demo = "Demo images: they say that the code works, and nothing about the method."
         warning = demo if self.task.location.is_demo else ""
-        return Gallery(title, facts, [s for s in sections if s.cases], warning)
+        return Gallery(title, facts, [s for s in sections if s.cases], warning, feature_map)
+
+    def _map(self, queries: LabelledRows) -> FeatureMap | None:
+        """The map of the validation images, or of some of them; by the first process."""
+        chosen = choose(len(queries.rows), self.config.num_mapped)
+        if len(chosen) < FEWEST or not self.task.is_main:
+            return None
+        rows = queries.rows[torch.from_numpy(chosen)].float().numpy()
+        pictures = [
+            queries.images.open(int(index))
+            for index in progress(chosen, title="thumbnails", total=len(chosen))
+        ]
+        started = time.monotonic()
+        weights = self.task.weights
+        found = make_map(
+            f"{len(chosen):,} validation images of {to_printable(queries.images.dataset)}, "
+            f"{self.features} of {weights.backbone.arch}, {weights.name}",
+            rows,
+            pictures,
+            queries.labels.numpy()[chosen],
+            [to_printable(name) for name in queries.images.classes],
+        )
+        LOGGER.info(f"map of {len(chosen):,} images in {time.monotonic() - started:.1f} s")
+        return found
 
     def _search_validation(self) -> tuple[LabelledRows, LabelledRows, Neighbors, np.ndarray]:
         """All validation images as queries; whether each neighbour `(Q, k)` has their class."""
@@ -146,7 +175,7 @@ class Retrieval:
             ("neighbours of the same class", f"{precision:.1f}%"),
         )
         title = f"Nearest training images: {to_printable(queries.images.dataset)}"
-        return self._gallery(title, sections, facts)
+        return self._gallery(title, sections, facts, self._map(queries))
 
     def _open_index(self) -> ImageSet:
         """The training images of a data set; all images below any other folder."""
@@ -154,7 +183,8 @@ class Retrieval:
         if location.kind != "folder" or has_split(location, "val"):
             return self.task.load_split("train")
         assert location.root is not None
-        self.store.skip_bad = True  # somebody's pictures: a broken one is no reason to stop
+        # Somebody's pictures: a broken one is no reason to stop.
+        self.store = dataclasses.replace(self.store, skip_bad=True)
         return read_tree(location.root)
 
     def _run_files(self) -> Gallery:
@@ -162,7 +192,8 @@ class Retrieval:
         files = read_files(self.config.query)
         for index in range(len(files)):
             files.open(index)  # before the folder is indexed, which may take long
-        bank = load_rows(self.task, self.store, self.features, self._open_index())
+        images = self._open_index()
+        bank = load_rows(self.task, self.store, self.features, images)
         started = time.monotonic()
         queries = extract_features(
             self.extractor, files, self.task.weights.spec, self.task.process, title="queries"
@@ -205,8 +236,7 @@ def format_neighbors(files: ImageSet, images: ImageSet, found: Neighbors) -> str
 
 def run_retrieve(config: RetrieveConfig) -> Gallery:
     """The command: searches, then writes the page and the figure."""
-    try:
-        task = open_task("retrieve", config)
+    with open_task("retrieve", config) as task:
         gallery = Retrieval(config, task).run()
         if task.is_main:
             # A look at some files leaves the paper's figure alone.
@@ -214,7 +244,7 @@ def run_retrieve(config: RetrieveConfig) -> Gallery:
             page, figure = task.output / f"{name}.html", task.output / f"{name}.png"
             write_text(page, render_page(gallery))
             save_figure(figure, gallery)
+            if gallery.feature_map is not None:
+                gallery.feature_map.save(task.output)
             LOGGER.info(f"page: {page}\nfigure: {figure}")
         return gallery
-    finally:
-        dist.close()

@@ -1,4 +1,4 @@
-"""What linear probes look at: conv1..conv5 pooled to about 10K dimensions (section 4.2)."""
+"""What linear probes look at: feature maps pooled to about 10K dimensions (section 4.2)."""
 
 import dataclasses
 import functools
@@ -10,11 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from instdisc.errors import UserError
-from instdisc.features.extract import Extractor, build_extractor, describe_network
-from instdisc.names import STAGES
+from instdisc.features.extract import (
+    Extractor,
+    build_extractor,
+    check_stages,
+    describe_network,
+)
+from instdisc.networks.recording import recorded_outputs
 from instdisc.networks.weights import Weights
 
 POOLED_DIM = 10_000
+# Kernel, stride and padding of the averages of VISSL and OpenSelfSup, by channels and height of a
+# map: conv1 (before its max pooling) to conv5 of ResNet-50 at 224 pixels, 12, 6, 4, 3, 2 wide.
+VISSL_WINDOWS = {
+    (64, 112): (10, 10, 4),
+    (256, 56): (16, 8, 0),
+    (512, 28): (13, 5, 0),
+    (1024, 14): (8, 3, 0),
+    (2048, 7): (6, 1, 0),
+}
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -30,8 +44,14 @@ def grid_side(channels: int) -> int:
     return max(1, math.isqrt(POOLED_DIM // channels))
 
 
-def pool_map(maps: Tensor) -> Tensor:
-    """Averages `(B, C, H, W)` over a grid, `(B, C * side * side)`; never finer than the map."""
+def pool_map(maps: Tensor, pooling: str = "grid") -> Tensor:
+    """Averages `(B, C, H, W)` over a grid, `(B, C * side * side)`; never finer than the map.
+
+    With `vissl`, over overlapping windows where these are published.
+    """
+    windows = VISSL_WINDOWS.get((maps.shape[1], maps.shape[2])) if pooling == "vissl" else None
+    if windows is not None and maps.shape[2] == maps.shape[3]:
+        return nn.functional.avg_pool2d(maps, *windows).flatten(1)
     side = grid_side(maps.shape[1])
     size = (min(side, maps.shape[2]), min(side, maps.shape[3]))
     return nn.functional.adaptive_avg_pool2d(maps, size).flatten(1)
@@ -44,14 +64,22 @@ class StageFeatures:
     switch it to training mode nor optimise nor save it.
     """
 
-    def __init__(self, weights: Weights, stages: Sequence[str]) -> None:
+    def __init__(self, weights: Weights, stages: Sequence[str], pooling: str = "grid") -> None:
         if "embedding" in stages and weights.embedding is None:
             raise UserError(f"{weights.name} has no projection: use --stage backbone")
-        self.weights, self.stages = weights, tuple(stages)
+        check_stages(weights, stages)
+        self.weights, self.stages, self.pooling = weights, tuple(stages), pooling
+        self.maps = tuple(name for name in stages if name in weights.backbone.stage_names)
         self.modules: list[nn.Module] = [weights.embedding or weights.backbone]
         self.direct: dict[str, Any] = {
-            name: build_extractor(weights, name).function for name in stages if name not in STAGES
+            name: build_extractor(weights, name).function
+            for name in stages
+            if name not in self.maps
         }
+        backbone: Any = weights.backbone
+        self.recorded: dict[str, nn.Module] = {"trunk": backbone.trunk}
+        if pooling == "vissl" and getattr(backbone, "taps", {}).get("conv1") == "maxpool":
+            self.recorded["conv1"] = backbone.trunk.relu
         for module in self.modules:
             module.requires_grad_(False).eval()
 
@@ -59,21 +87,20 @@ class StageFeatures:
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """Features by stage, `(B, D)` in float32."""
         found: dict[str, Tensor] = {}
-        output: list[Tensor] = []
+        output: dict[str, Tensor] = {}
         backbone = self.weights.backbone
-        if set(self.stages) & set(STAGES):
+        if self.maps:
             # Our trunk also gives its output on the way; another one is asked for it again.
-            hook = backbone.trunk.register_forward_hook(lambda m, args, out: output.append(out))
-            try:
+            with recorded_outputs(self.recorded) as output:
                 maps = backbone.stages(images)
-            finally:
-                hook.remove()
-            found = {stage: pool_map(maps[stage]) for stage in self.stages if stage in STAGES}
+            found = {
+                stage: pool_map(output.get(stage, maps[stage]), self.pooling) for stage in self.maps
+            }
         for stage, function in self.direct.items():
             if output and function is self.weights.backbone:
-                found[stage] = output[0]
+                found[stage] = output["trunk"]
             elif output and function is self.weights.embedding:
-                projected = self.weights.embedding.projection(output[0])
+                projected = self.weights.embedding.projection(output["trunk"])
                 found[stage] = nn.functional.normalize(projected.float(), dim=1)
             else:
                 found[stage] = function(images)
@@ -86,6 +113,13 @@ class StageFeatures:
         size = self.weights.spec.size
         blank = torch.zeros(1, 3, size, size, device=device)
         return {stage: rows.shape[1] for stage, rows in self(blank).items()}
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """How many channels each stage has; a feature without places is all channels."""
+        backbone = self.weights.backbone
+        known = dict(zip(backbone.stage_names, backbone.channels, strict=True))
+        return {stage: known.get(stage, width) for stage, width in self.widths.items()}
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Rows that hold all stages side by side, `(B, sum of D)`, by stage."""
@@ -122,9 +156,10 @@ def pooled_extractor(features: StageFeatures, precision: str) -> Extractor:
     if features.stages == ("embedding",):
         return build_extractor(features.weights, "embedding")
     names = "+".join(features.stages)
+    windows = ", windows of VISSL" if features.pooling == "vissl" else ""
     return PooledExtractor(
         name=names,
-        what=f"{describe_network(features.weights)}: {names} pooled to {POOLED_DIM}",
+        what=f"{describe_network(features.weights)}: {names} pooled to {POOLED_DIM}{windows}",
         function=lambda images: torch.cat(list(features(images).values()), dim=1),
         largest=LARGEST_HALF if precision == "half" else math.inf,
     )

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from instdisc.errors import UserError
@@ -14,19 +14,19 @@ from instdisc.features.store import FeatureStore, unreadable
 from instdisc.images.loading import Samples
 from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import eval_transform, finetune_transform
-from instdisc.names import STAGES, Precision
+from instdisc.names import Precision
 from instdisc.runs.folders import runs_root
 from instdisc.runs.log import LOGGER
-from instdisc.training.dist import any_rank
+from instdisc.training.dist import agree
 from transfer.probing.pooled import StageFeatures, pooled_extractor
 from transfer.probing.settings import LinearConfig
-from transfer.probing.svm import Probes, ProbesOn
+from transfer.probing.svm import ProbesOn
 from transfer.task import Task
 
 
-def choose_precision(config: LinearConfig) -> Precision:
+def choose_precision(config: LinearConfig, features: StageFeatures) -> Precision:
     """What was asked for; else half for feature maps, which are large, and what kNN has stored."""
-    return config.precision or ("half" if set(config.stage) & set(STAGES) else "float32")
+    return config.precision or ("half" if features.maps else "float32")
 
 
 class Source(Protocol):
@@ -43,7 +43,7 @@ class Source(Protocol):
     def rows(self, images: ImageSet) -> Tensor:
         """All stages of all images side by side, `(N, sum of D)`."""
 
-    def build_model(self, probes: Probes) -> ProbesOn:
+    def build_model(self, probes: nn.Module) -> ProbesOn:
         """Probes behind what turns an input into features."""
 
 
@@ -64,14 +64,15 @@ class StoredSource:
 
     def __init__(self, task: Task, config: LinearConfig, features: StageFeatures) -> None:
         self.features = features
-        self.extractor = pooled_extractor(features, choose_precision(config))
+        precision = choose_precision(config, features)
+        self.extractor = pooled_extractor(features, precision)
         self.store = FeatureStore(
             task.weights_hash,
             task.weights.spec,
             task.process,
             batch_size=config.batch_size,
             workers=config.workers,
-            precision=choose_precision(config),
+            precision=precision,
             skip_bad=config.skip_bad_images,
         )
         self.tables: dict[str, tuple[Tensor, np.ndarray]] = {}
@@ -98,7 +99,7 @@ class StoredSource:
         samples = self.samples(images, training=False)
         return samples.table[torch.from_numpy(samples.places)]
 
-    def build_model(self, probes: Probes) -> ProbesOn:
+    def build_model(self, probes: nn.Module) -> ProbesOn:
         """Probes on the parts of a row."""
         return ProbesOn(self.features.split, probes)
 
@@ -118,9 +119,11 @@ class StreamedSource:
     def samples(self, images: ImageSet, *, training: bool) -> Samples:
         """Images as tensors: centre crops, unless training is to augment them."""
         spec = self.task.weights.spec
-        augment = training and self.config.augment
-        transform = finetune_transform(spec) if augment else eval_transform(spec)
-        return Samples(images, transform, spec, self.config.seed)
+        augment = self.config.augment if training else "off"
+        if augment == "off":
+            return Samples(images, eval_transform(spec), spec, self.config.seed)
+        view = finetune_transform(spec, colors=augment == "colors")
+        return Samples(images, view, spec, self.config.seed)
 
     def rows(self, images: ImageSet) -> Tensor:
         """Rows of the centre crops."""
@@ -134,7 +137,7 @@ class StreamedSource:
             title="statistics",
         )
 
-    def build_model(self, probes: Probes) -> ProbesOn:
+    def build_model(self, probes: nn.Module) -> ProbesOn:
         """The frozen network and the probes."""
         return ProbesOn(self.features, probes)
 
@@ -142,17 +145,17 @@ class StreamedSource:
 def build_source(
     task: Task, config: LinearConfig, features: StageFeatures, num_images: int
 ) -> StoredSource | StreamedSource:
-    """Stored features where they are wanted and there is room for them."""
+    """Stored features, if wanted and if they fit."""
     width = sum(features.widths.values())
-    size = num_images * width * (2 if choose_precision(config) == "half" else 4) / 1e9
-    if config.augment or config.cache == "off":
+    size = num_images * width * (2 if choose_precision(config, features) == "half" else 4) / 1e9
+    if config.augment != "off" or config.cache == "off":
         return StreamedSource(task, config, features)
     root = runs_root()
     root.mkdir(parents=True, exist_ok=True)
     room = shutil.disk_usage(root).free / 1e9
     fits = size < config.cache_gb and size < 0.9 * room
     # All processes must take the same way, and they may see different disks.
-    if not any_rank(not fits, task.process.device):
+    if not agree(not fits):
         return StoredSource(task, config, features)
     reason = (
         f"{size:,.1f} GB of pooled features ({room:,.0f} GB free, --cache-gb {config.cache_gb:g})"

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from transfer.probing.settings import Candidate
+
 Loss = Literal["hinge", "softmax"]
 # Largest second derivative of the loss by a score, in units of the features' covariance.
 CURVATURE: dict[str, float] = {"hinge": 2.0, "softmax": 0.5}
@@ -46,18 +48,18 @@ class Standardizer:
 
 
 class Probes(nn.Module):
-    """For every stage one linear classifier per value of C, all trained side by side."""
+    """For every stage one linear classifier per candidate, all trained side by side."""
 
     def __init__(
-        self, standardizers: Mapping[str, Standardizer], num_classes: int, num_costs: int
+        self, standardizers: Mapping[str, Standardizer], num_classes: int, num_probes: int
     ) -> None:
         super().__init__()
         self.stages = tuple(standardizers)
-        self.num_costs, self.num_classes = num_costs, num_classes
+        self.num_probes, self.num_classes = num_probes, num_classes
         self.weights, self.biases = nn.ParameterDict(), nn.ParameterDict()
         for stage, standardizer in standardizers.items():
             dim = len(standardizer.mean)
-            for number in range(num_costs):
+            for number in range(num_probes):
                 # The problem is convex: zeros are as good a start as any.
                 self.weights[f"{stage}/{number}"] = torch.zeros(num_classes, dim)
                 self.biases[f"{stage}/{number}"] = torch.zeros(num_classes)
@@ -65,12 +67,12 @@ class Probes(nn.Module):
             self.register_buffer(f"scale_{stage}", standardizer.scale.clone())
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Scores `(B, C)` by `stage/number of the cost`."""
+        """Scores `(B, C)` by `stage/number of the candidate`."""
         scores: dict[str, Tensor] = {}
         for stage in self.stages:
             mean, scale = self.get_buffer(f"mean_{stage}"), self.get_buffer(f"scale_{stage}")
-            names = [f"{stage}/{number}" for number in range(self.num_costs)]
-            # One product for all costs reads the features once; joining the weights costs little.
+            names = [f"{stage}/{number}" for number in range(self.num_probes)]
+            # One product for all of them reads the features once; joining the weights costs little.
             weight = torch.cat([self.weights[name] for name in names])
             bias = torch.cat([self.biases[name] for name in names])
             rows = features[stage].float()
@@ -87,7 +89,7 @@ class Probes(nn.Module):
     def groups(
         self,
         standardizers: Mapping[str, Standardizer],
-        costs: Mapping[str, Sequence[float]],
+        candidates: Mapping[str, Sequence[Candidate]],
         *,
         num_images: int,
         batch_size: int,
@@ -95,25 +97,30 @@ class Probes(nn.Module):
     ) -> list[dict[str, Any]]:
         """Parameters with their weight decay 1 / (C n) and a step size that suits their stage.
 
+        A candidate's learning rate multiplies it.
         A step of 1 / (largest second derivative) is what plain gradient descent could take; of a
-        batch that derivative is larger than of all data by about a row's length over its size.
+        batch that derivative is larger than of all data by about a row's length over its size. The
+        decay adds to it, which counts where images are few.
         """
         groups = []
         for stage in self.stages:
             sharpest = standardizers[stage].largest + 1 / batch_size
-            scales = (1 / (CURVATURE[loss] * sharpest), 1 / CURVATURE[loss])
-            for number, cost in enumerate(costs[stage]):
+            for number, (cost, lr) in enumerate(candidates[stage]):
+                assert cost is not None, "an SVM has a C"
                 decay = 1 / (cost * num_images)
-                for part, scale in zip((self.weights, self.biases), scales, strict=True):
+                for part, variance in ((self.weights, sharpest), (self.biases, 1.0)):
+                    scale = 1 / (CURVATURE[loss] * variance + decay)
                     params = [part[f"{stage}/{number}"]]
-                    groups.append({"params": params, "lr_scale": scale, "weight_decay": decay})
+                    groups.append({"params": params, "lr_scale": lr * scale, "weight_decay": decay})
         return groups
 
 
 class ProbesOn(nn.Module):
     """Probes behind what turns an input into features: a frozen network, or a row's parts."""
 
-    def __init__(self, to_features: Callable[[Tensor], dict[str, Tensor]], probes: Probes) -> None:
+    def __init__(
+        self, to_features: Callable[[Tensor], dict[str, Tensor]], probes: nn.Module
+    ) -> None:
         super().__init__()
         self.to_features, self.probes = to_features, probes
 

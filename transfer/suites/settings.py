@@ -8,13 +8,14 @@ from instdisc.cli import CommandConfig
 from instdisc.errors import UserError
 from transfer.config import check, data_option, network_option, protocol_option, run_option
 
-TaskName = Literal["all", "knn", "retrieve", "linear", "semisup", "detect"]
+TaskName = Literal["all", "knn", "retrieve", "fewshot", "voc_svm", "linear", "semisup", "detect"]
 # Cheap ones first; knn and retrieve read the same stored features.
-TASKS = ("knn", "retrieve", "linear", "semisup", "detect")
+TASKS = ("knn", "retrieve", "fewshot", "voc_svm", "linear", "semisup", "detect")
 # Of a pretraining's configuration, what says where and how it ran, but not what was learnt.
 FIELDS_WITHOUT_EFFECT = (
     *("data", "output", "resume", "overwrite", "device", "workers", "monitor_every"),
     *("num_neighbors", "log_every", "save_minutes", "tensorboard", "bank_placement", "on_nan"),
+    *("compile", "threads"),
 )
 
 
@@ -48,9 +49,12 @@ class SuiteConfig(CommandConfig):
     )
     tasks: tuple[TaskName, ...] = protocol_option(("all",), "which tasks, in this order")
     data: str | None = data_option(
-        None, "images for all tasks but detection, as each of them takes it", metavar="DIR"
+        None, "images for all tasks but those on VOC, as each of them takes it", metavar="DIR"
     )
-    voc_root: str | None = data_option(None, "VOCdevkit, for detection", metavar="DIR")
+    voc_root: str | None = data_option(None, "VOCdevkit, for voc_svm and detect", metavar="DIR")
+    coco_root: str | None = data_option(
+        None, "COCO (train2017, val2017, annotations), for detection on it too", metavar="DIR"
+    )
     labeled: tuple[float, ...] = protocol_option(
         (0.01, 0.02, 0.04, 0.1, 0.2),
         "fractions of labels for semisup; these are the paper's",
@@ -65,7 +69,7 @@ class SuiteConfig(CommandConfig):
     seed: int = run_option(0, "of the first repetition", volatile=False)
     workers: int | None = run_option(None, "loader processes of each task", aliases=["-j"])
     device: Literal["auto", "cpu", "cuda"] = run_option("auto", "where to compute")
-    again: bool = run_option(False, "run finished parts again")
+    again: bool = run_option(False, "run finished parts again, as when the images have changed")
     report: bool = run_option(True, "write the report at the end")
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """run_suite(config): tasks as processes, a record of each finished part. Imports no torch."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,13 +17,16 @@ from typing import Any
 from instdisc.cli import say
 from instdisc.errors import EXIT_INTERRUPTED, Interrupted, UserError
 from instdisc.names import (
+    COCO_DETECTORS,
     DATA_VARIABLE,
     DETECTORS,
     NAMED_NETWORKS,
     STOP_SIGNALS,
+    TIMM,
     VOC_VARIABLE,
 )
 from instdisc.runs.folders import newest_backbone, runs_root, write_json
+from instdisc.runs.locks import open_locked
 from instdisc.runs.results import config_hash
 from transfer.suites.settings import SuiteConfig
 
@@ -94,7 +98,7 @@ def find_network(name: str | None) -> NetworkName:
         word = f"untrained:{run.name}"
         return NetworkName(word, f"untrained:{run.label}", f"untrained:{run.identity}", run.arch)
     if name is not None and kind in NAMED_NETWORKS:
-        arch = None if kind == "timm" else rest.partition(":")[0]
+        arch = None if kind == "timm" or rest.startswith(TIMM) else rest.partition(":")[0]
         return NetworkName(name, name, name, arch)
     path = newest_backbone() if name is None else Path(name)
     path = path / "backbone.pt" if path.is_dir() else path
@@ -123,8 +127,11 @@ def make_part(task: str, network: NetworkName, config: SuiteConfig) -> Part:
     if task == "detect":
         return _make_detection(network, config)
     flags = ["--weights", network.name, "--seed", str(config.seed)]
-    if config.data is not None:
-        flags += ["--data", config.data]
+    name, data = ("--voc-root", config.voc_root) if task == "voc_svm" else ("--data", config.data)
+    if data is not None:
+        flags += [name, data]
+    if task == "voc_svm":
+        flags.append("--low-shot")
     if task == "semisup":
         flags += ["--labeled", *map(str, config.labeled), "--trials", str(config.trials)]
     volatile = ["--device", config.device]
@@ -134,21 +141,24 @@ def make_part(task: str, network: NetworkName, config: SuiteConfig) -> Part:
     return Part(task, network, (*flags, *more), tuple(volatile))
 
 
-def _make_detection(network: NetworkName, config: SuiteConfig) -> Part:
+def _make_detection(network: NetworkName, config: SuiteConfig, *, coco: bool = False) -> Part:
     kind = network.name.partition(":")[0]
-    if network.arch not in DETECTORS:
-        known = ", ".join(DETECTORS)
+    detectors = COCO_DETECTORS if coco else DETECTORS
+    if network.arch not in detectors:
+        known = ", ".join(detectors)
         reason = f"there is no detector for {network.arch or network.name}, only for {known}"
         return Part("detect", network, (), skipped=reason)
-    detector = DETECTORS[network.arch]
+    detector = detectors[network.arch]
     # Random weights are what detect.py calls scratch: norms are trained, nothing is fixed.
     is_random = kind in ("random", "untrained")
     start = ["--init", "scratch"] if is_random else ["--weights", network.name]
     name = network.label.replace("/", "-").replace(":", "-")
-    output = runs_root() / "detect" / f"{detector}-{name}"
+    output = runs_root() / "detect" / f"{detector.replace('/', '-')}-{name}"
     flags = ["--cfg", detector, *start, "--output", str(output)]
     flags += ["--seed", str(config.seed), "--trials", str(config.trials)]
-    if config.voc_root is not None:
+    if coco and config.coco_root is not None:
+        flags += ["--coco-root", config.coco_root]
+    elif config.voc_root is not None:
         flags += ["--voc-root", config.voc_root]
     more = config.extra_flags().get("detect", [])
     return Part("detect", network, (*flags, *more), ("--device", config.device))
@@ -157,9 +167,12 @@ def _make_detection(network: NetworkName, config: SuiteConfig) -> Part:
 def plan(config: SuiteConfig) -> list[Part]:
     """All parts, task by task: cheapest task first."""
     networks = [find_network(name) for name in config.weights or (None,)]
-    return [
-        make_part(task, network, config) for task in config.chosen_tasks for network in networks
-    ]
+    parts = []
+    for task in config.chosen_tasks:
+        parts += [make_part(task, network, config) for network in networks]
+        if task == "detect" and config.coco_root is not None:
+            parts += [_make_detection(network, config, coco=True) for network in networks]
+    return parts
 
 
 class Runner:
@@ -168,6 +181,7 @@ class Runner:
     def __init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self.stopped = False
+        self.waiting_for = ""  # a part at which a process of another suite is
 
     def __enter__(self) -> "Runner":
         self._previous = {number: signal.signal(number, self._pass_on) for number in STOP_SIGNALS}
@@ -179,15 +193,43 @@ class Runner:
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
+        if self.waiting_for:
+            raise self._not_begun()
         if self.child is not None and self.child.poll() is None:
             self.child.send_signal(number)
 
-    def run(self, command: Sequence[str]) -> int:
+    def _not_begun(self) -> Interrupted:
+        return Interrupted(f"stopped before {self.waiting_for}: run the same command again")
+
+    @contextlib.contextmanager
+    def alone(self, part: Part) -> Iterator[int]:
+        """Waits for a process at the same part: that of a suite that was killed goes on.
+
+        Gives a descriptor to hand on, with which the child keeps the lock as long as it lives.
+        """
+        file = part.record.with_name(f".{part.record.stem}.lock")
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+        def tell() -> None:
+            self.waiting_for = part.label
+            if self.stopped:  # before the handler knew that it has to end the wait
+                raise self._not_begun()
+            say(f"{part.label}: another process is at it: waiting for its end")
+
+        with open_locked(file, "w", on_wait=tell) as held:
+            self.waiting_for = ""
+            yield held.fileno()
+
+    def run(self, command: Sequence[str], keep: Sequence[int] = ()) -> int:
         """The exit code; 75 if the suite was told to stop meanwhile.
 
         The child has a session of its own, so that Ctrl-C reaches it once, through the suite.
+
+        Args:
+            command: its words.
+            keep: descriptors that the child gets too.
         """
-        self.child = subprocess.Popen(command, start_new_session=True)
+        self.child = subprocess.Popen(command, start_new_session=True, pass_fds=keep)
         if self.stopped:  # between two parts
             self.child.terminate()
         code = self.child.wait()
@@ -204,7 +246,8 @@ def _is_finished(part: Part) -> bool:
 def run_part(part: Part, runner: Runner) -> int:
     """Runs it and keeps its record; the exit code."""
     started = time.monotonic()
-    code = runner.run(part.command)
+    with runner.alone(part) as lock:
+        code = runner.run(part.command, keep=[lock])
     if code == EXIT_INTERRUPTED:
         raise Interrupted(f"stopped in {part.label}: run the same command again to go on")
     record: dict[str, Any] = {

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,18 @@ import torch
 
 from instdisc.cli import from_dict
 from instdisc.errors import UserError
-from instdisc.images.sets import ImageSet
 from instdisc.images.transforms import InputSpec
-from instdisc.networks.backbones import backbone_payload, build_backbone
+from instdisc.networks.backbones import Embedding, backbone_payload, build_backbone
 from instdisc.runs.checkpoint import save_checkpoint
 from instdisc.runs.folders import read_jsonl
 from instdisc.runs.results import read_results, summarize
 from transfer.finetuning.semisup import run_semisup
 from transfer.finetuning.settings import SemisupConfig
-from transfer.finetuning.supervised import SupervisedTrainer
 
 # Run by other interpreters, after the code that makes the tiny architecture.
 WORKER = """
 import json, os, signal, sys
+import torch
 from instdisc.cli import from_dict
 from transfer.finetuning.settings import SemisupConfig
 from transfer.finetuning.semisup import run_semisup
@@ -42,7 +42,14 @@ def outer(self, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     return loss
 
+inner_train = SupervisedTrainer.train
+
+def train(self):
+    inner_train(self)
+    torch.save(self.model.state_dict(), self.folder / f"rank{self.process.rank}.pt")
+
 SupervisedTrainer.train_step = outer
+SupervisedTrainer.train = train
 run_semisup(SemisupConfig(**from_dict(SemisupConfig, values)))
 """
 
@@ -135,28 +142,37 @@ def test_two_processes_train_like_one(tiny_source: str, tiny_network: Path, tmp_
     for name in left:
         torch.testing.assert_close(left[name], right[name], atol=1e-5, rtol=0)
     rows = summarize(read_results())
-    assert [(row.count, row.first.metric) for row in rows] == [(1, "top1"), (1, "top5")]
+    assert [(measured.count, row.metric) for row, measured in rows] == [(1, "top1"), (1, "top5")]
+
+
+@pytest.mark.slow
+def test_batch_norm_is_evaluated_as_it_is_saved(image_tree: Path, tmp_path: Path) -> None:
+    """ResNet-18 in two processes, each of which evaluates a part of the images."""
+    payload = {
+        **backbone_payload(Embedding(build_backbone("resnet18"), 4)),
+        "input": InputSpec(size=32).to_dict(),
+        "pretraining": {"config": {"data": str(image_tree)}, "dataset": image_tree.name},
+    }
+    save_checkpoint(tmp_path / "resnet18" / "backbone.pt", "backbone", payload)
+    arguments = values(tmp_path / "two", epochs=1, weights=str(tmp_path / "resnet18"))
+    assert spawn("", arguments, world_size=2) == [0, 0]
+    saved = final_state(tmp_path / "two")
+    assert int(saved["backbone.trunk.bn1.num_batches_tracked"]) == 2
+    for rank in range(2):
+        file = only(tmp_path / "two", f"pretrained-*/rank{rank}.pt")
+        evaluated = torch.load(file, weights_only=True)
+        assert evaluated.keys() == saved.keys()
+        for name, value in saved.items():
+            assert torch.equal(evaluated[name], value), name
 
 
 def test_no_validation_image_is_opened_before_training_has_ended(
-    tiny_network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_network: Path,
+    tmp_path: Path,
+    guard_validation: Callable[[int], tuple[list[int], list[str]]],
 ) -> None:
     """A loader that fails if they are; with a sweep, which must not choose on them either."""
-    opened: list[str] = []
-    trained: list[int] = []
-    inner_open, inner_train = ImageSet.open, SupervisedTrainer.train
-
-    def guarded(self: ImageSet, index: int) -> Any:
-        assert self.split == "train" or len(trained) == 3, "a validation image before the end"
-        opened.append(self.split)
-        return inner_open(self, index)
-
-    def train(self: SupervisedTrainer) -> None:
-        inner_train(self)
-        trained.append(self.step)
-
-    monkeypatch.setattr(ImageSet, "open", guarded)
-    monkeypatch.setattr(SupervisedTrainer, "train", train)
+    trained, opened = guard_validation(3)
     sweep = {"sweep": True, "sweep_lr": [0.05, 1e-6], "sweep_head_lr_scale": [1.0]}
     rows = run_semisup(config(tmp_path / "run", held_out=0.25, **sweep))
     # Two trials of the sweep: 9 images, 3 held out; the last on all 12, then the 6 of val.
@@ -201,8 +217,7 @@ def test_rows_trials_and_a_second_call(tiny_network: Path, tmp_path: Path) -> No
     }
     assert hashes["tiny", 0, 6] == hashes["scratch", 0, 6]
     assert len(set(hashes.values())) == 4
-    summaries = summarize(rows)
-    assert [s.count for s in summaries] == [2] * 8
+    assert [measured.count for _, measured in summarize(rows)] == [2] * 8
     # Again: nothing is trained, nothing is written twice.
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("result.json")}
     again = run_semisup(run)

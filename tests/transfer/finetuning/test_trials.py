@@ -1,15 +1,18 @@
 """Where fine-tuning starts, its recipes, and what its command refuses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from instdisc.cli import parse
 from instdisc.networks.weights import open_weights
 from instdisc.runs.checkpoint import weights_hash
 from transfer.finetuning.semisup import run_semisup
 from transfer.finetuning.settings import SemisupConfig
+from transfer.finetuning.supervised import SupervisedTrainer
 from transfer.finetuning.trials import open_start, reinitialized
 from transfer.semisup import main
 
@@ -29,6 +32,31 @@ def test_it_starts_where_it_says(tiny_network: Path, tmp_path: Path) -> None:
     named = open_start(f"supervised:{tiny_network}", weights)
     assert named.weights == "supervised:tiny"
     assert weights_hash(named.build(0).state_dict()) == weights_hash(weights.backbone.state_dict())
+
+
+def test_all_labels_are_fine_tuned_by_a_published_recipe(
+    tiny_network: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the recipe says reaches the optimiser and the classifier."""
+    seen: list[SupervisedTrainer] = []
+    starts: list[torch.Tensor] = []
+    inner = SupervisedTrainer.train
+
+    def train(self: SupervisedTrainer) -> None:
+        seen.append(self)
+        starts.append(self.model.head.bias.detach().clone())
+        inner(self)
+
+    monkeypatch.setattr(SupervisedTrainer, "train", train)
+    common = ["--epochs", "1", "--workers", "0", "--device", "cpu", "--output", str(tmp_path / "a")]
+    for recipe in ("vissl-full", "paper"):
+        fraction = [] if recipe == "vissl-full" else ["--labeled", "1"]
+        rows = run_semisup(parse(SemisupConfig, ["--recipe", recipe, *fraction, *common]))
+        assert rows[0].details["num_labeled"] == 24  # all of them
+        assert rows[0].protocol == f"labeled=1 subset=random recipe={recipe} epochs=1"
+    assert [each.optimizer.defaults["nesterov"] for each in seen] == [True, False]
+    assert starts[0].any()  # torch's own start; the others begin without biases
+    assert not starts[1].any()
 
 
 def test_a_timm_network_is_trained_too(image_tree: Path, tmp_path: Path) -> None:
@@ -82,7 +110,7 @@ def test_a_timm_network_is_trained_too(image_tree: Path, tmp_path: Path) -> None
 def test_bad_input_is_one_line_and_exit_code_2(
     tiny_network: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
     arguments: list[str],
     message: str,
 ) -> None:
@@ -90,13 +118,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     for name, text in lists.items():
         (tmp_path / name).write_text(text)
     arguments = [str(tmp_path / a) if a in lists else a for a in arguments]
-    try:
-        code: int | str | None = main([*arguments, "--device", "cpu", "--workers", "0"])
-    except SystemExit as exit:  # argparse's own refusals
-        code = exit.code
-    assert code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert message in line
+    assert message in refusal(main, arguments)
     assert not list(tmp_path.rglob("last.pt"))
 
 

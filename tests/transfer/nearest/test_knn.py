@@ -2,11 +2,10 @@
 
 import functools
 import importlib
-import multiprocessing
 import os
 import re
 import shutil
-import socket
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,6 +232,42 @@ def test_unknown_validation_class_is_refused(
     assert "has no val/" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flat", ["train", "val"])
+def test_images_without_classes_are_refused_in_one_line(
+    tiny_network: Path,
+    image_tree: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flat: str,
+) -> None:
+    data = Path(shutil.copytree(image_tree, tmp_path / "data"))
+    for path in sorted((data / flat).glob("*/*")):
+        path.rename(data / flat / f"{path.parent.name}-{path.name}")
+    for folder in list((data / flat).iterdir()):
+        if folder.is_dir():
+            folder.rmdir()
+    assert main(["--data", str(data), *CPU]) == 2
+    error = capsys.readouterr().err
+    assert f"the {flat} images of" in error
+    assert "knn, linear, semisup, fewshot, and retrieve without --query need" in error
+    assert error.count("\n") == 1
+
+
+def test_archives_give_the_accuracy_of_their_folder(
+    tiny_network: Path, image_tree: Path, tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(image_tree / split, ".")
+    for data in (image_tree, tmp_path / "train.tar"):
+        assert main(["--data", str(data), "--k", "5", *CPU]) == 0
+    rows = read_results()
+    half = len(rows) // 2
+    for ours, theirs in zip(rows[:half], rows[half:], strict=True):
+        assert (ours.metric, ours.value) == (theirs.metric, theirs.value)
+        assert ours.data_fingerprint == theirs.data_fingerprint
+
+
 def test_unreadable_images_are_left_out_on_request(
     tiny_network: Path, image_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,28 +305,19 @@ def test_pretraining_data_that_is_gone_is_named(
     assert "no-such-folder does not exist" in capsys.readouterr().err
 
 
-def test_two_processes_measure_what_one_does(tiny_network: Path) -> None:
+def test_two_processes_measure_what_one_does(
+    tiny_network: Path, run_ranks: Callable[[Callable[[int], object]], list[int | None]]
+) -> None:
     command = ["--features", "embedding", "backbone", "--k", "1", "7", *CPU]
     assert main(command) == 0
     expected = {key: row.value for key, row in by_protocol().items()}
     (tiny_network.parents[2] / "results.jsonl").unlink()
     shutil.rmtree(tiny_network.parents[2] / "features")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
 
     def work(rank: int) -> None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         os._exit(main(command))
 
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=work, args=[rank]) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert run_ranks(work) == [0, 0]
     assert {key: row.value for key, row in by_protocol().items()} == expected
     assert len(read_results()) == len(expected)  # written once
 
@@ -309,13 +335,25 @@ def demo_run(tiny_network: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("command", "metric"), [("knn", "top1"), ("retrieve", "precision_at_10"), ("linear", "top1")]
+    ("command", "metric", "flags"),
+    [
+        ("knn", "top1", []),
+        ("retrieve", "precision_at_10", []),
+        ("linear", "top1", ["--stage", "conv5", "--solver", "liblinear"]),
+        ("fewshot", "top1", ["--shots", "1", "--queries", "1", "--episodes", "50"]),
+        ("voc_svm", "ap_envelope", ["--stage", "conv5", "--cost", "0.1", "1"]),
+    ],
 )
 def test_on_the_demo_images_the_untrained_network_is_measured_beside(
-    command: str, metric: str, demo_run: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    metric: str,
+    flags: list[str],
+    demo_run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("DETECTRON2_DATASETS", raising=False)
     run = importlib.import_module(f"transfer.{command}").main
-    flags = ["--stage", "conv5", "--solver", "liblinear"] if command == "linear" else []
     assert run([*CPU, *flags]) == 0
     said = capsys.readouterr().out
     assert said.count("DEMO DATA") == 1

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from transfer.nearest.feature_map import FeatureMap
 from transfer.nearest.figure import BORDER, MARGIN, QUERY_GAP, TILE, draw_figure
 from transfer.nearest.gallery import Case, Gallery, Picture, Section, to_thumbnail
 from transfer.nearest.page import render_page
@@ -63,7 +64,9 @@ def build_gallery(names: tuple[str, ...] = NASTY, side: int = 100) -> Gallery:
     ]
     facts = [(names[0], names[1]), (names[2], names[3])]
     sections = [Section("Best cases", names[4], cases[:1]), Section(names[5], "", cases[1:])]
-    return Gallery(names[1], facts, sections, warning=names[0])
+    points, labels = np.linspace(0, 1, 24).reshape(12, 2), np.arange(12) % len(names)
+    feature_map = FeatureMap(names[2], points, labels, names, b"\xff\xd8\xff")
+    return Gallery(names[1], facts, sections, names[0], feature_map)
 
 
 def test_every_name_is_text_and_nothing_else() -> None:
@@ -71,10 +74,14 @@ def test_every_name_is_text_and_nothing_else() -> None:
     assert outline.tags == {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "i", "dl"),
         *("div", "dt", "dd", "section", "figure", "img", "figcaption", "b", "ol", "li"),
+        *("header", "main", "script", "svg", "g", "circle", "ul"),
     }
     assert set(outline.attributes) == {
         *("lang", "charset", "http-equiv", "content", "name", "class", "title", "alt", "src"),
+        *("id", "hidden", "role", "aria-label", "viewbox", "cx", "cy", "r"),
+        *("data-tile", "data-columns", "data-name", "data-i"),
     }
+    assert set(outline.attributes["data-name"]) == set(NASTY)
     for name in NASTY:
         assert name in "".join(outline.text)
         assert f"/{name}" in outline.attributes["title"]
@@ -84,6 +91,8 @@ def test_page_needs_nothing_from_elsewhere() -> None:
     page = render_page(build_gallery())
     assert all(source.startswith("data:image/") for source in Outline(page).attributes["src"])
     assert not re.search(r"https?:|url\(|@import|<script|<link", page.partition("<body>")[0])
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert not re.search(r"https?:|import|fetch|XMLHttp|innerHTML|eval", script)
     assert "default-src 'none'" in page
 
 
@@ -150,8 +159,8 @@ def test_browser_shows_every_image_without_complaint(
     shown.write_text(page, "utf-8")
     document, log = dump(shown)
     assert "CONSOLE" not in log
-    assert document.count("<img ") == 22
-    # The page forbids scripts, this one included; the copy that is examined does not.
+    assert document.count("<img ") == 22 + 1  # the map has one picture of all thumbnails
+    # The page forbids scripts but its own; the copy that is examined does not.
     checked, changed = re.subn(r"<meta http-equiv[^>]*>", "", page.replace("</body>", CHECK))
     assert changed == 1
     (tmp_path / "checked.html").write_text(checked, "utf-8")
@@ -159,9 +168,11 @@ def test_browser_shows_every_image_without_complaint(
     document, log = dump(shown)
     assert "CONSOLE" not in log
     check = json.loads(Outline(document).attributes["data-check"][0])
-    assert len(check["pictures"]) == 22
-    assert all(complete and natural == side for complete, natural, _ in check["pictures"])
-    assert min(shown for _, _, shown in check["pictures"]) > 50
+    *pictures, thumbnails = check["pictures"]
+    assert len(pictures) == 22
+    assert all(complete and natural == side for complete, natural, _ in pictures)
+    assert min(shown for _, _, shown in pictures) > 50
+    assert thumbnails[0]
     assert check["width"] == width
 
 

@@ -16,6 +16,7 @@ from instdisc.networks.weights import open_weights
 from instdisc.runs.results import read_results
 from instdisc.training.dist import init_process
 from transfer.nearest.cases import choose_cases
+from transfer.nearest.feature_map import load_map
 from transfer.nearest.gallery import to_printable
 from transfer.retrieve import main
 
@@ -42,10 +43,11 @@ def test_figure_of_validation_images(
     assert (row.task, row.metric, row.protocol) == ("retrieve", "precision_at_10", "k=10 embedding")
     output = tiny_network.parents[2] / "retrieve" / "tiny"
     page = (output / "retrieval.html").read_text("utf-8")
-    assert page.count("<img ") == 4 * 11
+    assert page.count("<img ") == 4 * 11 + 1  # and the thumbnails of the map
     assert page.index("Best cases") < page.index("Worst cases")
     # Query, margin, ten neighbours; two sections of two rows.
     assert Image.open(output / "retrieval.png").width > 11 * 112
+    assert load_map(output / "map.json") is not None
     assert f"{expected:.2f}%" in capsys.readouterr().out
 
 
@@ -86,6 +88,19 @@ def test_query_in_a_data_set_searches_its_training_images(
     out = capsys.readouterr().out
     assert "24 x 4" in out
     assert "/val/" not in out.partition(query)[2]
+
+
+def test_a_query_may_be_relative_to_the_working_folder(
+    tiny_network: Path,
+    image_tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(image_tree.parent)
+    query = f"{image_tree.name}/train/class1/1.png"
+    command = ["--query", query, "--data", image_tree.name, "--k", "2", "-j", "0"]
+    assert main([*command, "--device", "cpu"]) == 0
+    assert f"1.0000  {query}  (the query itself)" in capsys.readouterr().out
 
 
 def test_a_query_leaves_the_figure_alone(tiny_network: Path, image_tree: Path) -> None:

@@ -45,6 +45,37 @@ def test_pooling_averages_and_never_invents_cells() -> None:
     assert pool_map(torch.randn(2, 64, 3, 5)).shape == (2, 64 * 3 * 5)
 
 
+def test_the_published_windows_of_resnet50_are_the_sources() -> None:
+    """VISSL's LINEAR_EVAL_FEAT_POOL_OPS_MAP and the widths of its heads."""
+    published = {
+        (64, 112): (nn.AvgPool2d(10, 10, 4), 9216),
+        (256, 56): (nn.AvgPool2d(16, 8, 0), 9216),
+        (512, 28): (nn.AvgPool2d(13, 5, 0), 8192),
+        (1024, 14): (nn.AvgPool2d(8, 3, 0), 9216),
+        (2048, 7): (nn.AvgPool2d(6, 1, 0), 8192),
+    }
+    for (channels, height), (pool, width) in published.items():
+        maps = torch.randn(1, channels, height, height)
+        rows = pool_map(maps, "vissl")
+        assert torch.equal(rows, pool(maps).flatten(1))
+        assert rows.shape[1] == width
+    maps = torch.randn(1, 512, 7, 7)  # of ResNet-18, of which none are published
+    assert torch.equal(pool_map(maps, "vissl"), pool_map(maps))
+
+
+def test_vissl_reads_conv1_before_its_max_pooling() -> None:
+    weights = open_weights("random:resnet50")
+    stages = StageFeatures(weights, STAGES, "vissl")
+    assert stages.widths == dict(zip(STAGES, (9216, 9216, 8192, 9216, 8192), strict=True))
+    assert stages.channels == dict(zip(STAGES, (64, 256, 512, 1024, 2048), strict=True))
+    images = torch.randn(1, 3, 224, 224)
+    trunk: Any = weights.backbone.trunk
+    with torch.no_grad():
+        expected = trunk.relu(trunk.bn1(trunk.conv1(images)))
+    assert expected.shape[2] == 112
+    torch.testing.assert_close(stages(images)["conv1"], pool_map(expected, "vissl"))
+
+
 @pytest.fixture
 def features() -> StageFeatures:
     weights = open_weights("random:resnet18")
@@ -84,6 +115,7 @@ def test_probes_of_the_embedding_use_the_features_that_knn_has_stored(
     torch.testing.assert_close(alone(images), features(images)["embedding"])
 
 
+@pytest.mark.slow
 def test_networks_of_other_names_have_other_features() -> None:
     """The store's key: VGG16 has the same tensors with either stem."""
     weights = dataclasses.replace(open_weights("random:vgg16"), embedding=None)
@@ -125,7 +157,7 @@ def test_a_moved_weight_is_noticed(features: StageFeatures) -> None:
 
 def test_features_too_large_for_half_precision_are_refused() -> None:
     def extractor(largest: Any) -> PooledExtractor:
-        return PooledExtractor("conv1", "conv1", lambda images: 1e5 * images, largest)
+        return PooledExtractor("conv1", "conv1", lambda images: 1e5 * images, largest=largest)
 
     assert extractor(float("inf"))(torch.ones(1, 2)).max() == 1e5
     with pytest.raises(UserError, match="--precision float32"):

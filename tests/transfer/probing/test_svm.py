@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from instdisc.training.dist import Process
 from transfer.finetuning.predictions import predict
 from transfer.finetuning.supervised import LoopSettings, Problem, SupervisedTrainer
+from transfer.probing.settings import Candidate
 from transfer.probing.sources import StoredRows
 from transfer.probing.svm import (
     LOSSES,
@@ -53,15 +54,14 @@ def train_sgd(
     widths = [part.shape[1] for part in rows.values()]
     model = ProbesOn(lambda x: dict(zip(rows, x.split(widths, dim=1), strict=True)), probes)
     n = len(labels)
-    groups = probes.groups(
-        standardizers, dict.fromkeys(rows, costs), num_images=n, batch_size=min(64, n), loss=loss
-    )
+    tried = {stage: [Candidate(cost, 0.8) for cost in costs] for stage in rows}
+    groups = probes.groups(standardizers, tried, num_images=n, batch_size=min(64, n), loss=loss)
     table = torch.cat(list(rows.values()), dim=1)
     samples: Dataset[Any] = StoredRows(table, np.arange(n))
     settings = LoopSettings(
         epochs=epochs,
         batch_size=64,
-        lr=0.8,
+        lr=1.0,
         lr_milestones=(0.6 * epochs, 0.85 * epochs),
         nesterov=True,
     )
@@ -102,6 +102,20 @@ def test_sgd_reaches_the_objective_and_accuracy_of_liblinear(tmp_path: Path, spr
             best = objective(svm.coef_, svm.intercept_, x, labels.numpy(), cost)
             assert reached <= 1.03 * best
     assert spread > 1 or (ranked["wide/1"][:, 0] == truth).all()
+
+
+def test_few_images_and_small_costs_do_not_diverge(tmp_path: Path) -> None:
+    """The decay 1 / (C n) is then larger than the curvature of the loss."""
+    rows, labels = blobs(60, 400, 5, 1.5, 0)
+    costs = (0.001, 0.01, 0.1)
+    model, standardizers = train_sgd({"a": rows}, labels, costs, tmp_path, epochs=40)
+    x = standardizers["a"](rows).numpy()
+    for number, cost in enumerate(costs):
+        svm = LinearSVC(C=cost, random_state=0, max_iter=20_000).fit(x, labels.numpy())
+        weight = model.probes.weights[f"a/{number}"].detach().numpy()
+        bias = model.probes.biases[f"a/{number}"].detach().numpy()
+        reached = objective(weight, bias, x, labels.numpy(), cost)
+        assert reached <= 1.03 * objective(svm.coef_, svm.intercept_, x, labels.numpy(), cost)
 
 
 def test_probes_side_by_side_are_probes_alone(tmp_path: Path) -> None:
@@ -162,7 +176,7 @@ def test_scores_are_those_of_standardised_rows() -> None:
     """Few rows and many rows take different ways to them."""
     rows = blobs(50, 20, 4, 1.0, 0)[0]
     standardizer = Standardizer.fit(rows)
-    probes = Probes({"a": standardizer}, num_classes=4, num_costs=2)
+    probes = Probes({"a": standardizer}, num_classes=4, num_probes=2)
     with torch.no_grad():
         for parameter in probes.parameters():
             parameter.normal_()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from instdisc.names import STOP_SIGNALS
 from instdisc.runs.results import read_results
 from transfer.suite import main
 from transfer.suites import suite
-from transfer.suites.settings import SuiteConfig
+from transfer.suites.settings import TASKS, SuiteConfig
 from transfer.suites.suite import Part, plan
 
 
@@ -35,7 +36,7 @@ class Fake:
         self.codes: dict[str, list[int]] = {}
         self.ran: list[str] = []
 
-    def run(self, runner: object, command: list[str]) -> int:
+    def run(self, runner: object, command: list[str], keep: object = ()) -> int:
         task = command[3].removeprefix("transfer.")
         self.ran.append(task)
         left = self.codes.get(task, [])
@@ -46,7 +47,7 @@ class Fake:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """No process is started."""
     fake = Fake()
-    monkeypatch.setattr(suite.Runner, "run", lambda runner, command: fake.run(runner, command))
+    monkeypatch.setattr(suite.Runner, "run", lambda *given, **more: fake.run(*given, **more))
     return fake
 
 
@@ -55,18 +56,22 @@ def flag(part: Part, name: str) -> str:
 
 
 def test_all_tasks_of_all_networks_cheap_ones_first(network: Path) -> None:
-    config = SuiteConfig(weights=(str(network), "random:resnet18:2"), data="images", workers=0)
+    config = SuiteConfig(
+        weights=(str(network), "random:resnet18:2"), data="images", voc_root="devkit", workers=0
+    )
     parts = plan(config)
     assert [(part.task, part.network.label) for part in parts] == [
-        (task, name)
-        for task in ("knn", "retrieve", "linear", "semisup", "detect")
-        for name in ("mine", "random:resnet18:2")
+        (task, name) for task in TASKS for name in ("mine", "random:resnet18:2")
     ]
-    knn, detect, detect_random = parts[0], parts[8], parts[9]
+    assert TASKS == ("knn", "retrieve", "fewshot", "voc_svm", "linear", "semisup", "detect")
+    knn, voc, semisup, detect, detect_random = (parts[n] for n in (0, 6, 10, 12, 13))
     assert flag(knn, "--weights") == str(network / "backbone.pt")
     assert flag(knn, "--data") == "images"
     assert knn.volatile == ("--device", "auto", "--workers", "0")
-    assert flag(parts[6], "--labeled") == "0.01"
+    assert flag(semisup, "--labeled") == "0.01"
+    assert flag(voc, "--voc-root") == "devkit"
+    assert "--data" not in voc.flags
+    assert voc.flags[-1] == "--low-shot"
     assert flag(detect, "--cfg") == "faster_r50"
     assert flag(detect_random, "--cfg") == "faster_r18"
     assert flag(detect_random, "--init") == "scratch"
@@ -78,6 +83,8 @@ def test_a_network_without_a_detector_is_left_out_with_a_reason(
 ) -> None:
     assert main(["--weights", "timm:resnet10t", "--tasks", "detect", "--no-report"]) == 0
     assert "no detector for timm:resnet10t" in capsys.readouterr().out
+    assert main(["--weights", "random:timm:resnet10t", "--tasks", "detect", "--no-report"]) == 0
+    assert "no detector for random:timm:resnet10t" in capsys.readouterr().out
     assert fake.ran == []
 
 
@@ -92,7 +99,7 @@ def test_failures_do_not_stop_it_and_are_named_and_repeated(
     assert main(["--weights", str(network), "--no-report"]) == 1
     shown = capsys.readouterr().out
     assert "FAILED: retrieve of mine (exit code 2)" in shown
-    assert fake.ran == ["knn", "retrieve", "linear", "semisup", "detect"]
+    assert fake.ran == list(TASKS)
     fake.ran.clear()
     assert main(["--weights", str(network), "--no-report", "-j", "3"]) == 0
     assert fake.ran == ["retrieve"]
@@ -127,35 +134,57 @@ def test_a_stopped_task_stops_the_suite_and_is_no_finished_part(
     assert fake.ran == ["knn", "retrieve"]
     fake.ran.clear()
     assert main(["--weights", str(network), "--no-report"]) == 0
-    assert fake.ran == ["retrieve", "linear", "semisup", "detect"]
+    assert fake.ran == list(TASKS[1:])
 
 
 SUITE = """
 import sys
 from transfer import suite
 from transfer.suites import suite as suite_task
-sleep = [sys.executable, "-c", "import time; print('child', flush=True); time.sleep(60)"]
+child = "import os, time; print('child', os.getpid(), flush=True); time.sleep(60)"
+sleep = [sys.executable, "-c", child]
 suite_task.Part.command = property(lambda part: sleep)
 sys.exit(suite.main(["--weights", sys.argv[1], "--tasks", "knn", "--no-report"]))
 """
 
 
+def start_suite(network: Path) -> subprocess.Popen[str]:
+    """The suite in a process, with a task that sleeps for a minute."""
+    command, pipe = [sys.executable, "-c", SUITE, str(network)], subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env={**os.environ})
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """The first line of its output that has these words."""
+    assert process.stdout is not None
+    return next(line for line in process.stdout if words in line)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_the_suite_reaches_the_task(network: Path, number: int) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", SUITE, str(network)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ},
-    ) as process:
-        assert process.stdout is not None
-        while process.stdout.readline().strip() != "child":
-            pass
+    with start_suite(network) as process:
+        read_until(process, "child ")
         started = time.monotonic()
         process.send_signal(number)
         assert process.wait(30) == EXIT_INTERRUPTED
         assert time.monotonic() - started < 20
+
+
+def test_the_task_of_a_killed_suite_is_waited_for(network: Path) -> None:
+    """It goes on, and may hold its run folder: a second process of it would be refused."""
+    with start_suite(network) as killed:
+        left = int(read_until(killed, "child ").split()[1])
+        killed.kill()
+        with start_suite(network) as stopped:
+            read_until(stopped, "waiting for its end")
+            stopped.terminate()
+            assert stopped.wait(30) == EXIT_INTERRUPTED
+        with start_suite(network) as last:
+            read_until(last, "waiting for its end")
+            os.kill(left, signal.SIGKILL)
+            read_until(last, "child ")
+            last.terminate()
+            assert last.wait(30) == EXIT_INTERRUPTED
 
 
 @pytest.mark.parametrize(
@@ -187,12 +216,13 @@ def test_arguments_are_those_of_the_commands(network: Path) -> None:
     from instdisc.cli import build_parser
     from transfer.detection.settings import DetectConfig
     from transfer.finetuning.settings import SemisupConfig
-    from transfer.nearest.settings import KnnConfig, RetrieveConfig
-    from transfer.probing.settings import LinearConfig
+    from transfer.nearest.settings import FewshotConfig, KnnConfig, RetrieveConfig
+    from transfer.probing.settings import LinearConfig, VocSvmConfig
 
     types = {
         "knn": KnnConfig, "retrieve": RetrieveConfig, "linear": LinearConfig,
-        "semisup": SemisupConfig, "detect": DetectConfig,
+        "semisup": SemisupConfig, "detect": DetectConfig, "fewshot": FewshotConfig,
+        "voc_svm": VocSvmConfig,
     }  # fmt: skip
     config = SuiteConfig(weights=(str(network),), data="x", voc_root="y", workers=1, device="cpu")
     for part in plan(config):
@@ -213,3 +243,17 @@ def test_a_missing_arch_is_read_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"no checkpoint")
     with pytest.raises(UserError):
         suite.find_network(str(tmp_path / "x.pt"))
+
+
+def test_coco_is_a_second_detection(network: Path) -> None:
+    config = SuiteConfig(
+        weights=(str(network), "random:vgg16"), tasks=("detect",), voc_root="v", coco_root="c"
+    )
+    voc, voc_random, coco, none = plan(config)
+    assert (flag(voc, "--cfg"), flag(voc, "--voc-root")) == ("faster_r50", "v")
+    assert (flag(coco, "--cfg"), flag(coco, "--coco-root")) == ("coco/mask_r50_c4_2x", "c")
+    assert "--voc-root" not in coco.flags
+    assert voc.record != coco.record
+    assert flag(voc, "--output") != flag(coco, "--output")
+    assert "vgg16" in (none.skipped or "")
+    assert not voc_random.skipped
