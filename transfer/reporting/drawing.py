@@ -5,6 +5,8 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from transfer.nearest.feature_map import FeatureMap
+
 DPI = 160
 THEMES: dict[str, dict[str, Any]] = {
     "light": {
@@ -34,6 +36,7 @@ class Drawing:
         images: PNG by theme; empty where there is nothing to draw.
         is_demo: whether it is of the embedded images.
         is_wide: whether it needs more width than a telephone has.
+        feature_map: what a page shows instead of the image.
     """
 
     slug: str
@@ -42,6 +45,13 @@ class Drawing:
     images: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     is_demo: bool = False
     is_wide: bool = False
+    feature_map: FeatureMap | None = None
+
+    @property
+    def file_name(self) -> str:
+        """Of the light version, where there is one."""
+        is_png = self.images["light"].startswith(b"\x89PNG")
+        return f"{self.slug}.{'png' if is_png else 'jpg'}"
 
 
 def render(draw: Draw, size: tuple[float, float]) -> dict[str, bytes]:

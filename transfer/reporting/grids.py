@@ -8,11 +8,38 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from instdisc.runs.results import Measured
+from transfer.reporting.networks import Network
 from transfer.reporting.paper_numbers import Published
-from transfer.reporting.rows import Entry, Measured, Network
+from transfer.reporting.rows import Entry
 
 DASH = "–"
 RowKind = Literal["published", "measured", "absent", "difference", "both"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurements:
+    """What was measured of one network.
+
+    Attributes:
+        label: its short name; may be empty where the line says what it is.
+        values: column -> measurement.
+        settings: all that is known of the network.
+        source: what --weights called it, of all repetitions.
+    """
+
+    label: str
+    values: Mapping[str, Measured]
+    settings: str = ""
+    source: str = ""
+
+    @classmethod
+    def of(cls, network: Network, values: Mapping[str, Measured]) -> "Measurements":
+        """Of a network of the rows."""
+        return cls(network.short, values, network.settings, ", ".join(network.names))
+
+
+NOTHING = Measurements("", {})
 
 
 @dataclasses.dataclass
@@ -23,15 +50,17 @@ class Line:
         label: what it is.
         published: column -> number.
         citation: where that stands.
-        measured: of each network: its label, and column -> measurement.
+        measured: of each network.
         expects: whether a dash shall say that nothing was measured.
+        remark: what the source says of the published row.
     """
 
     label: str
     published: Mapping[str, float] = dataclasses.field(default_factory=dict)
     citation: str = ""
-    measured: list[tuple[str, dict[str, Measured]]] = dataclasses.field(default_factory=list)
+    measured: list[Measurements] = dataclasses.field(default_factory=list)
     expects: bool = False
+    remark: str = ""
 
 
 @dataclasses.dataclass
@@ -42,7 +71,9 @@ class Grid:
         slug: name of its file and anchor.
         title: its heading.
         columns: their headings, without paper and difference.
+        data: the images, of what was published and of what was measured.
         protocols: how the measurements of each column were made.
+        published: how the published numbers were measured.
         lines: its rows.
         notes: sentences below the heading.
         side: published, measured and difference side by side, rather than one below the other.
@@ -52,7 +83,9 @@ class Grid:
     slug: str
     title: str
     columns: tuple[str, ...]
+    data: str
     protocols: dict[str, str] = dataclasses.field(default_factory=dict)
+    published: str = ""
     lines: list[Line] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     side: bool = False
@@ -61,24 +94,54 @@ class Grid:
     @property
     def has_measurements(self) -> bool:
         """Whether anything in it was measured."""
-        return any(values for line in self.lines for _, values in line.measured)
+        return any(found.values for line in self.lines for found in line.measured)
+
+    def digits(self, citation: str) -> int:
+        """Decimals of what a source published here: one, or two where any of its numbers has."""
+        lines = [line for line in self.lines if line.citation == citation]
+        values = [value for line in lines for value in line.published.values()]
+        return 1 if all(round(value, 1) == value for value in values) else 2
+
+    @property
+    def has_published(self) -> bool:
+        """Whether anything in it was published."""
+        return any(line.published for line in self.lines)
+
+    @property
+    def measurements(self) -> list[Measured]:
+        """All that was measured in it."""
+        return [
+            measured
+            for line in self.lines
+            for found in line.measured
+            for measured in found.values.values()
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row as it is shown."""
+    """A row as it is shown.
+
+    Attributes:
+        kind: whose numbers they are.
+        label: its heading.
+        note: where published numbers stand, or of which network measured ones are.
+        cells: its numbers.
+        settings: all that is known of a measured network.
+        remark: what the source says of a published row.
+    """
 
     kind: RowKind
     label: str
     note: str
     cells: tuple[str, ...]
+    settings: str = ""
+    remark: str = ""
 
 
-def show_published(value: float | None) -> str:
-    """As it was printed: one decimal, or two where the source has two."""
-    if value is None:
-        return DASH
-    return f"{value:.1f}" if round(value, 1) == value else f"{value:.2f}"
+def show_published(value: float | None, digits: int) -> str:
+    """With as many decimals as its source prints."""
+    return DASH if value is None else f"{value:.{digits}f}"
 
 
 def show_measured(value: Measured | None) -> str:
@@ -104,39 +167,44 @@ def headings(grid: Grid) -> list[str]:
     return [f"{column}: {part}" for column in grid.columns for part in parts]
 
 
+def show_lines(grid: Grid) -> list[list[Row]]:
+    """Of each line the rows that are shown: what was published, what was measured of it."""
+    return [list((_beside if grid.side else _below)(grid, line)) for line in grid.lines]
+
+
 def show_rows(grid: Grid) -> list[Row]:
     """All rows as they are shown."""
-    return [row for line in grid.lines for row in (_beside if grid.side else _below)(grid, line)]
+    return [row for rows in show_lines(grid) for row in rows]
 
 
 def _below(grid: Grid, line: Line) -> Iterable[Row]:
     columns = grid.columns
     if line.published:
-        cells = tuple(show_published(line.published.get(column)) for column in columns)
-        yield Row("published", line.label, line.citation, cells)
-    nothing: list[tuple[str, dict[str, Measured]]] = [("not measured", {})] if line.expects else []
-    for label, values in line.measured or nothing:
-        cells = tuple(show_measured(values.get(column)) for column in columns)
-        kind: RowKind = "measured" if values else "absent"
-        yield Row(kind, label if line.published else line.label, "", cells)
-        if line.published and values:
-            found = [difference(values.get(c), line.published.get(c)) for c in columns]
-            yield Row("difference", "difference", "", tuple(map(show_difference, found)))
+        digits = grid.digits(line.citation)
+        cells = tuple(show_published(line.published.get(column), digits) for column in columns)
+        yield Row("published", line.label, line.citation, cells, remark=line.remark)
+    absent = [dataclasses.replace(NOTHING, label="not measured")] if line.expects else []
+    for found in line.measured or absent:
+        cells = tuple(show_measured(found.values.get(column)) for column in columns)
+        kind: RowKind = "measured" if found.values else "absent"
+        label = found.label if line.published else line.label
+        yield Row(kind, label, found.source, cells, found.settings)
+        if line.published and found.values:
+            gaps = [difference(found.values.get(c), line.published.get(c)) for c in columns]
+            yield Row("difference", "difference", "", tuple(map(show_difference, gaps)))
 
 
 def _beside(grid: Grid, line: Line) -> Iterable[Row]:
-    several = len(line.measured) > 1
-    nothing: list[tuple[str, dict[str, Measured]]] = [("", {})]
-    for label, values in line.measured or nothing:
+    for found in line.measured or [NOTHING]:
         cells: list[str] = []
         for column in grid.columns:
-            published, measured = line.published.get(column), values.get(column)
+            published, measured = line.published.get(column), found.values.get(column)
             cells += (
-                show_published(published),
+                show_published(published, grid.digits(line.citation)),
                 show_measured(measured),
                 show_difference(difference(measured, published)),
             )
-        yield Row("both", line.label, label if several else "", tuple(cells))
+        yield Row("both", line.label, found.source, tuple(cells), found.settings)
 
 
 def by_network(
@@ -161,13 +229,11 @@ def match_lines(
     for row in published:
         fitting = [n for n in networks if n.kind == row.kind != "other" and n.arch == row.arch]
         used.update(fitting)
-        measured = [(network.label, networks[network]) for network in fitting]
+        measured = [Measurements.of(network, networks[network]) for network in fitting]
         label = f"{row.method}, {row.arch}"
-        lines.append(Line(label, row.values, row.citation, measured, row.kind != "other"))
+        expects = row.kind != "other"
+        lines.append(Line(label, row.values, row.citation, measured, expects, row.remark))
     for network, values in networks.items():
         if network not in used:
-            label = f"{network.label}, {network.arch}"
-            if network.arch in network.label:
-                label = network.label
-            lines.append(Line(label, measured=[(network.label, values)]))
+            lines.append(Line(network.short, measured=[Measurements.of(network, values)]))
     return lines

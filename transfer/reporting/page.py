@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from transfer.pages import render
-from transfer.reporting.grids import DASH, show_difference, show_rows
-from transfer.reporting.sections import Section
-from transfer.reporting.text import describe_sources, shared_citation
+from transfer.reporting.grids import DASH, show_difference, show_lines
+from transfer.reporting.paper_numbers import find_address
+from transfer.reporting.sections import CARD_LEGEND, Section
+from transfer.reporting.text import describe_protocols, shared_citation
 
 
 def render_report(
@@ -26,8 +27,10 @@ def render_report(
         warning=warning,
         sections=sections,
         dash=DASH,
-        show_rows=show_rows,
+        legend=CARD_LEGEND,
+        show_lines=show_lines,
         show_difference=show_difference,
         shared_citation=shared_citation,
-        describe_sources=describe_sources,
+        describe_protocols=describe_protocols,
+        find_address=find_address,
     )

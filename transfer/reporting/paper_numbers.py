@@ -11,6 +11,21 @@ from typing import Literal
 from instdisc.names import STAGES
 
 PAPER = "Wu et al., CVPR 2018"
+AUTHORS = "authors' repository"
+MOCO = "MoCo repository"
+VISSL = "VISSL model zoo"
+PYCONTRAST = "PyContrast repository"
+MMSELFSUP = "MMSelfSup model zoo"
+OPENSELFSUP = "OpenSelfSup model zoo"
+ADDRESSES = {
+    PAPER: "https://arxiv.org/abs/1805.01978",
+    AUTHORS: "https://github.com/zhirongw/lemniscate.pytorch",
+    MOCO: "https://github.com/facebookresearch/moco",
+    VISSL: "https://github.com/facebookresearch/vissl/blob/main/MODEL_ZOO.md",
+    PYCONTRAST: "https://github.com/HobbitLong/PyContrast",
+    MMSELFSUP: "https://github.com/open-mmlab/mmselfsup",
+    OPENSELFSUP: "https://github.com/open-mmlab/OpenSelfSup",
+}
 READOUTS = (*STAGES, "kNN")
 # How a published row relates to what can be run here: its own method, a baseline that has a name
 # for --weights or --init, or another method, which is shown and not compared.
@@ -22,12 +37,13 @@ class Published:
     """One published row.
 
     Attributes:
-        table: where it stands: "Table 2".
+        table: where it stands: "Table 2"; may be empty.
         method: what the row is called.
         arch: the network, by the suite's name where it has one.
         values: column -> number, in percent; what was not published is absent.
         kind: what it can be compared with.
         source: whose numbers they are.
+        remark: what the source says of this row; may be empty.
     """
 
     table: str
@@ -36,11 +52,17 @@ class Published:
     values: Mapping[str, float]
     kind: Kind = "other"
     source: str = PAPER
+    remark: str = ""
 
     @property
     def citation(self) -> str:
         """Source and place."""
-        return f"{self.source}, {self.table}"
+        return ", ".join(filter(None, (self.source, self.table)))
+
+
+def find_address(citation: str) -> str:
+    """Where the source of a citation can be read."""
+    return next(address for source, address in ADDRESSES.items() if citation.startswith(source))
 
 
 def _rows(
@@ -78,6 +100,8 @@ TABLE1_SETTINGS: dict[str, tuple[str, int | None]] = {
     "NCE, m = 4096": ("nce", 4096),
     "non-parametric softmax": ("softmax", None),
 }
+
+TABLE1_PROTOCOL = "ResNet-18; a linear SVM, or kNN with k = 200, on the learned 128-d feature"
 
 # ImageNet, top-1: linear SVMs on conv1..conv5, kNN on the 128-d output.
 TABLE2 = _rows(
@@ -118,10 +142,15 @@ TABLE3 = _rows(
     this method      | resnet50  | ours      | 18.1 22.3 29.7 42.1 45.5 41.6
     """,
 )
+READOUT_PROTOCOL = (
+    "top-1; linear SVMs on conv1..conv5, pooled to about 10,000 numbers; "
+    "kNN with k = 200 and tau 0.07 on the 128-d output"
+)
 # ImageNet, ResNet-18, kNN top-1 by the width of the embedding, and by the part of the images that
 # the network was trained on.
 TABLE4 = {32: 34.0, 64: 38.8, 128: 41.0, 256: 40.1}
 TABLE5 = {0.001: 3.9, 0.01: 10.7, 0.1: 23.1, 0.3: 31.7, 1.0: 41.0}
+ABLATION_PROTOCOL = "ResNet-18; kNN top-1 with k = 200 and tau 0.07 on the learned feature"
 # VOC2007 trainval -> test, mAP at IoU 0.5, 11-point: Fast R-CNN (AlexNet, VGG16) and Faster R-CNN.
 VOC07 = "AP50, 11-point"
 TABLE6 = _rows(
@@ -146,58 +175,41 @@ TABLE6 = _rows(
     this method      | resnet50  | ours      | 65.4
     """,
 )
+TABLE6_PROTOCOL = "VOC2007 trainval -> test, 11-point AP at IoU 0.5"
 
 # What others published of this method since. Their protocols are not the paper's, nor each other's:
 # each keeps a column of its own.
-KNN = "kNN top-1"
-LINEAR = "linear classifier, top-1"
+_LINEAR = {
+    name: f"linear top-1, {name}" for name in ("authors", "VISSL", "PyContrast", "MMSelfSup")
+}
+
+
+def _anchor(method: str, column: str, value: float, source: str) -> Published:
+    return Published("ResNet-50", method, "resnet50", {column: value}, source=source)
+
+
 IMAGENET_ANCHORS = (
-    Published(
-        "ResNet-50", "authors' later weights", "resnet50", {KNN: 46.8}, source="authors' repository"
-    ),
-    Published(
-        "ResNet-50",
-        "authors' weights, probed by VISSL",
-        "resnet50",
-        {LINEAR: 54.99},
-        source="VISSL model zoo",
-    ),
-    Published(
-        "ResNet-50",
-        "authors' update: sampled softmax, 65,536 negatives",
-        "resnet50",
-        {LINEAR: 58.5},
-        source="authors' repository",
-    ),
-    Published("ResNet-50", "NPID", "resnet50", {LINEAR: 52.7}, source="VISSL model zoo"),
-    Published("ResNet-50", "NPID++", "resnet50", {LINEAR: 56.7}, source="VISSL model zoo"),
-    Published("ResNet-50", "InsDis", "resnet50", {LINEAR: 59.5}, source="PyContrast repository"),
-    Published("ResNet-50", "NPID", "resnet50", {LINEAR: 58.3}, source="MMSelfSup model zoo"),
+    _anchor("authors' later weights", "kNN top-1", 46.8, AUTHORS),
+    _anchor("update: sampled softmax, 65,536 negatives", _LINEAR["authors"], 58.5, AUTHORS),
+    _anchor("authors' weights, probed by VISSL", _LINEAR["VISSL"], 54.99, VISSL),
+    _anchor("NPID, 4,096 negatives, 200 epochs", _LINEAR["VISSL"], 52.73, VISSL),
+    _anchor("NPID++, 32,000 negatives, 800 epochs", _LINEAR["VISSL"], 56.68, VISSL),
+    _anchor("InstDis, 200 epochs", _LINEAR["PyContrast"], 59.5, PYCONTRAST),
+    _anchor("NPID, 200 epochs", _LINEAR["MMSelfSup"], 58.3, MMSELFSUP),
 )
-SEMISUP_COLUMNS = ("1% top-1", "1% top-5", "10% top-1", "10% top-5")
-SEMISUP_ANCHORS = _rows(
-    "ResNet-50", SEMISUP_COLUMNS, "NPID | resnet50 | other | 27.95 54.37 57.22 81.39", "OpenSelfSup"
-)
-# VOC2007 + 2012 trainval -> VOC2007 test, area under the curve. Never beside the column of VOC07.
-VOC0712 = "AP50, area"
-DETECTION_ANCHORS = (
-    *_rows(
+ANCHORS_PROTOCOL = "kNN: k = 200 on the 128-d output; linear: as the named code trains it"
+# VOC2007 + 2012 trainval -> VOC2007 test, as Detectron2 prints it: 11-point, since the test year is
+# 2007. Never beside a column of VOC2007 alone.
+VOC0712_COLUMNS = (VOC07, "AP, 11-point", "AP75, 11-point")
+LATER_DETECTION = tuple(
+    dataclasses.replace(row, remark="mean of 5 trials")
+    for row in _rows(
         "ResNet-50-C4",
-        (VOC0712,),
+        VOC0712_COLUMNS,
         """
-        random          | resnet50 | other | 59.02
-        ImageNet labels | resnet50 | other | 81.58
-        NPID            | resnet50 | other | 80.03
+        ImageNet labels        | resnet50 | other | 81.3 53.5 58.8
+        MoCo v2, 800 epochs    | resnet50 | other | 82.5 57.4 64.0
         """,
-        "OpenSelfSup",
-    ),
-    *_rows(
-        "ResNet-50-C4",
-        (VOC0712,),
-        """
-        ImageNet labels      | resnet50 | other | 81.3
-        MoCo v2, 800 epochs  | resnet50 | other | 82.5
-        """,
-        "MoCo repository",
-    ),
+        MOCO,
+    )
 )

@@ -1,14 +1,18 @@
 """Parts of the report's tables: which measurement goes where. Imports no torch."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from instdisc.names import STAGES
+from instdisc.runs.results import Measured
 from transfer.reporting import paper_numbers as paper
-from transfer.reporting.grids import Grid, Line, by_network, match_lines
+from transfer.reporting.benchmarks import Benchmark
+from transfer.reporting.grids import Grid, Line, Measurements, by_network, match_lines
+from transfer.reporting.networks import Network
 from transfer.reporting.paper_numbers import Published
-from transfer.reporting.rows import Entry, Measured
+from transfer.reporting.rows import Entry
 
 PAPER_KNN = "k=200 tau=0.07 embedding"
 PAPER_SVM = "solver=sgd"
@@ -22,7 +26,7 @@ STANDARD = {"embedding_dim": 128, "train_fraction": 1.0}  # what Tables 4 and 5 
 
 def is_svm(family: str) -> bool:
     """Whether a linear protocol is the paper's kind: an SVM on one crop."""
-    return "loss=" not in family and "augment" not in family
+    return not any(word in family for word in ("recipe=", "loss=", "augment"))
 
 
 def is_readout(entry: Entry) -> bool:
@@ -57,30 +61,34 @@ def describe_scale(arch: str, facts: Mapping[str, Any]) -> str:
     return f"Measured with: {', '.join(words)}."
 
 
-def objectives_grid(found: Sequence[Entry], slug: str, title: str, is_papers: bool) -> Grid:
+def objectives_grid(
+    found: Sequence[Entry], slug: str, title: str, data: str, is_papers: bool
+) -> Grid:
     """Table 1 at one scale."""
     families = sorted({e.family for e in found if e.task == "linear"}) or [PAPER_SVM]
     names = dict.fromkeys(families[:1], "linear SVM")
     names |= {family: f"linear SVM ({family})" for family in families[1:]}
     columns = (*names.values(), "kNN")
-    grid = Grid(slug, title, columns, side=True)
+    grid = Grid(slug, title, columns, data, side=True, published=paper.TABLE1_PROTOCOL)
     grid.protocols = {name: f"on the embedding, {family}" for family, name in names.items()}
     grid.protocols["kNN"] = PAPER_KNN
-    cells: dict[str, dict[str, tuple[str, dict[str, Measured]]]] = {}
+    cells: dict[str, dict[Network, dict[str, Measured]]] = {}
     for entry in found:
-        label = entry.network.label
-        row = row_of_table1(entry.network.facts) or label
+        network = entry.network
+        row = row_of_table1(network.facts) or network.short
         column = "kNN" if entry.task == "knn" else names[entry.family]
-        values = cells.setdefault(row, {}).setdefault(entry.network.key, (label, {}))[1]
+        values = cells.setdefault(row, {}).setdefault(network, {})
         assert column not in values, f"two measurements in one cell: {entry}"
         values[column] = entry.measured
     for published in paper.TABLE1:
         values_of = {c: published.values["kNN" if c == "kNN" else "linear SVM"] for c in columns}
         known = values_of if is_papers else {}
-        measured = list(cells.pop(published.method, {}).values())
+        own = cells.pop(published.method, {})
+        measured = [Measurements.of(network, values) for network, values in own.items()]
         grid.lines.append(Line(published.method, known, published.citation, measured, True))
-    for row, more in cells.items():
-        grid.lines.append(Line(row, measured=list(more.values())))
+    for row, own in cells.items():
+        measured = [Measurements.of(network, values) for network, values in own.items()]
+        grid.lines.append(Line(row, measured=measured))
     return grid
 
 
@@ -93,11 +101,42 @@ def ablation_line(
     return Line(label, known, f"{paper.PAPER}, {slug.replace('table', 'Table ')}", [], True)
 
 
-def anchors(slug: str, title: str, rows: Sequence[Published]) -> Grid:
+def anchors(slug: str, title: str, data: str, rows: Sequence[Published]) -> Grid:
     """Numbers of others, each protocol in a column of its own; nothing is compared with them."""
     columns = tuple(dict.fromkeys(column for row in rows for column in row.values))
     lines = [Line(f"{row.method}, {row.arch}", row.values, row.citation) for row in rows]
-    return Grid(slug, title, columns, lines=lines)
+    return Grid(slug, title, columns, data, published=paper.ANCHORS_PROTOCOL, lines=lines)
+
+
+def benchmark_grids(benchmark: Benchmark, found: Sequence[Entry]) -> list[Grid]:
+    """A grid for each protocol that was measured; the published numbers alone if none was.
+
+    What was measured with another protocol than the published numbers stands below them, without
+    a difference.
+    """
+    grids: list[Grid] = []
+    published = benchmark.published
+    apart = [dataclasses.replace(row, kind="other") for row in published]
+    families = {entry.family: benchmark.is_same(entry.family) for entry in found} or {"": False}
+    for family, same in sorted(families.items(), key=lambda item: (not item[1], item[0])):
+        chosen = [entry for entry in found if entry.family == family]
+        names = {entry.column: str(benchmark.place(entry)) for entry in chosen}
+        more = sorted({*names.values()} - {*benchmark.columns}, key=column_order)
+        slug = benchmark.slug + (f"-{len(grids) + 1}" if grids else "")
+        columns = (*benchmark.columns, *more)
+        grid = Grid(slug, benchmark.title, columns, benchmark.data, published=benchmark.protocol)
+        grid.lines = match_lines(published if same else apart, by_network(chosen, names))
+        grid.notes += [benchmark.note] if benchmark.note else []
+        if chosen:
+            grid.protocols = dict.fromkeys(columns, f"{benchmark.task}, {family}")
+        if benchmark.choose is not list:
+            best = {entry.network: entry.place.partition(" ")[0] for entry in chosen}
+            shown = (f"{network.short}: {stage}" for network, stage in best.items())
+            grid.notes += [f"The best stage of each network. {', '.join(shown)}."] if best else []
+        if chosen and not same:
+            grid.notes.append("Measured with another protocol: no differences are shown.")
+        grids.append(grid)
+    return grids
 
 
 def plain_grids(slug: str, title: str, entries: Iterable[Entry], *, is_demo: bool) -> list[Grid]:
@@ -109,7 +148,7 @@ def plain_grids(slug: str, title: str, entries: Iterable[Entry], *, is_demo: boo
     for number, ((task, family, data), found) in enumerate(sorted(groups.items()), start=1):
         columns = tuple(sorted({entry.column for entry in found}, key=column_order))
         name = re.sub(r"[^\w-]", "-", f"{slug}-{task}-{number}")  # it becomes a file's
-        grid = Grid(name, f"{title}: {task}, {data}", columns, is_demo=is_demo)
+        grid = Grid(name, f"{title}: {task}, {data}", columns, data, is_demo=is_demo)
         grid.protocols = dict.fromkeys(columns, f"{task}, {family}")
         networks = by_network(found, {column: column for column in columns})
         grid.lines = match_lines([], networks)

@@ -7,13 +7,13 @@ of the task, and of the pretraining or the random weights behind it.
 import dataclasses
 import json
 import math
-import statistics
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from instdisc.errors import UserError
-from instdisc.runs.results import Result
+from instdisc.runs.results import Measured, Result
+from transfer.reporting.networks import Facts, Network, describe_pretraining, name_networks
 from transfer.reporting.paper_numbers import Kind
 
 METRICS = {
@@ -23,6 +23,17 @@ METRICS = {
     "ap50_area": "AP50, area",
     "ap": "AP",
     "ap75": "AP75",
+    "ap_11point": "AP, 11-point",
+    "ap75_11point": "AP75, 11-point",
+    "ap_envelope": "mAP",
+    **{
+        f"{name}_{kind}": f"{kind} {label}"
+        for kind in ("box", "mask")
+        for name, label in {
+            **{"ap": "AP", "ap50": "AP50", "ap75": "AP75", "ap_small": "AP, small"},
+            **{"ap_medium": "AP, medium", "ap_large": "AP, large"},
+        }.items()
+    },
 }
 AP_WORDS = ("11-point", "area")  # of a detection protocol; the metric says it again
 # The paper's data, told by classes and training images: a folder may be called anything.
@@ -31,55 +42,22 @@ BENCHMARKS = {
     (205, 2_448_873): "Places205",
     (10, 50_000): "CIFAR-10",
 }
-# Of detection, by training and test images.
-VOC_BENCHMARKS = {(5011, 4952): "VOC2007", (16551, 4952): "VOC2007 + 2012"}
-# Settings that a label names if they are not the paper's.
-NOTED = {
-    "train_fraction": (1.0, "{:.3g} of the images"),
-    "embedding_dim": (128, "{}-d"),
-    "temperature": (0.07, "tau {:g}"),
-    "proximal_weight": (0.0, "proximal {:g}"),
-    "bank_momentum": (0.5, "bank momentum {:g}"),
-    "negatives": ("per-image", "{} noise"),
-    "lr": (0.03, "lr {:g}"),
+# By training and test images.
+DETECTION_BENCHMARKS = {
+    (5011, 4952): "VOC2007",
+    (16551, 4952): "VOC2007 + 2012",
+    (117_266, 5000): "COCO 2017",  # training images that have an object
+    (118_287, 5000): "COCO 2017",
+}
+# Tasks whose protocol has words that tell columns apart.
+PLACES = {
+    "linear": re.compile(r"stage=(.+)"),
+    "semisup": re.compile(r"labeled=(.+)"),
+    "voc_svm": re.compile(r"stage=(.+)|(k=.+)"),
+    "fewshot": re.compile(r"(\d+-shot)"),
 }
 # Of a pretraining, what the network that it starts from depends on, besides the seed.
 START = ("embedding_dim", "stem", "image_size")
-Facts = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """What was measured, apart from seeds.
-
-    Attributes:
-        key: equal for repetitions.
-        label: what a reader sees.
-        arch: its architecture.
-        kind: what of the published rows it can be compared with.
-        facts: how it was pretrained, without the seed; empty where unknown.
-        names: what --weights called it, of all repetitions.
-    """
-
-    key: str
-    label: str
-    arch: str
-    kind: Kind
-    facts: Facts = dataclasses.field(hash=False, compare=False)
-    names: tuple[str, ...] = dataclasses.field(default=(), hash=False, compare=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A number over repetitions."""
-
-    mean: float
-    std: float | None
-    count: int
-
-    def __str__(self) -> str:
-        spread = f" ± {self.std:.2f}" if self.std is not None else ""
-        return f"{self.mean:.2f}{spread} (n={self.count})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +65,9 @@ class Entry:
     """One measurement.
 
     Attributes:
-        task: knn, linear, semisup, retrieve, detect.
+        task: the command that measured it.
         family: its protocol without what a column says: the stage, the fraction, the kind of AP.
-        place: that word: conv3, 1%, ...; empty where there is none.
+        place: that word: conv3, 1%, 5-shot, ...; empty where there is none.
         metric: as a reader sees it.
         data: the images: a benchmark of the paper, or name, size and fingerprint.
         network: what was measured.
@@ -114,18 +92,18 @@ class Entry:
 
 def split_protocol(row: Result) -> tuple[str, str]:
     """The protocol without what tells columns apart, and that word."""
-    sign = {"linear": "stage=", "semisup": "labeled="}.get(row.task)
-    if sign is not None:
+    if row.task in PLACES:
         words = row.protocol.split(" ")
-        family = " ".join(word for word in words if not word.startswith(sign))
-        place = next((word.removeprefix(sign) for word in words if word.startswith(sign)), "")
+        told = [match for word in words if (match := PLACES[row.task].fullmatch(word))]
+        family = " ".join(word for word in words if not PLACES[row.task].fullmatch(word))
+        place = " ".join(match[match.lastindex or 0] for match in told)
         is_fraction = row.task == "semisup" and place
         return family, f"{100 * float(place):.4g}%" if is_fraction else place
     if row.task == "detect":
         parts = [part.strip() for part in row.protocol.split(",")]
         if "iterations" in row.details:  # a shortened run is another protocol
             parts.append(f"{row.details['iterations']} iterations")
-        return ", ".join(part for part in parts if part not in AP_WORDS), ""
+        return ", ".join(part for part in dict.fromkeys(parts) if part not in AP_WORDS), ""
     return row.protocol, "kNN" if row.task == "knn" else ""
 
 
@@ -137,8 +115,8 @@ def name_data(row: Result) -> str:
         classes = len(details.get("per_class") or ())
     if count is None and details.get("fraction"):
         count = round(details["num_labeled"] / details["fraction"])
-    if row.task == "detect" and not row.is_demo:
-        name = VOC_BENCHMARKS.get((count or 0, details.get("num_test") or 0))
+    if details.get("num_test") and not row.is_demo:
+        name = DETECTION_BENCHMARKS.get((count or 0, details["num_test"]))
         return name or f"{row.dataset} ({row.data_fingerprint[:8]})"
     if not count:
         return f"{row.dataset} ({row.data_fingerprint[:8]})"
@@ -147,28 +125,6 @@ def name_data(row: Result) -> str:
         return name
     few = f"{count:,} training images, {classes} classes"
     return f"{row.dataset} ({few}, {row.data_fingerprint[:8]})"
-
-
-def name_objective(facts: Facts) -> str:
-    """As a reader knows it."""
-    objective = str(facts.get("objective"))
-    return {"nce": "NCE"}.get(objective, objective.replace("-", " "))
-
-
-def describe_pretraining(facts: Facts) -> str:
-    """Objective, length, data, and what else is not the paper's."""
-    objective, words = facts.get("objective"), [name_objective(facts)]
-    if objective in ("nce", "sampled-softmax"):
-        words[0] += f" m={facts.get('num_negatives')}"
-    done, planned = facts.get("epoch"), facts.get("epochs")
-    length = f"{planned} epochs"
-    if done is not None and planned is not None and not math.isclose(done, planned):
-        length = f"{done:.3g} of {planned} epochs"
-    words.append(f"{length} on {facts.get('dataset', 'unknown data')}")
-    for name, (usual, text) in NOTED.items():
-        if name in facts and facts[name] != usual:
-            words.append(text.format(facts[name]))
-    return ", ".join(words)
 
 
 def find_runs(rows: Iterable[Result]) -> dict[tuple[str, str], Facts]:
@@ -215,12 +171,6 @@ def find_network(
     return Network(key, label, row.arch, "ours", facts), (seed_of_weights, row.seed)
 
 
-def _measure(values: Iterable[float]) -> Measured:
-    numbers = list(values)
-    std = statistics.stdev(numbers) if len(numbers) > 1 else None
-    return Measured(statistics.fmean(numbers), std, len(numbers))
-
-
 def _check(row: Result, runs: Mapping[tuple[str, str], Facts]) -> None:
     """Refuses a row whose words do not say what they should, such as `labeled=much`."""
     try:
@@ -259,7 +209,7 @@ def collect(rows: Iterable[Result]) -> list[Entry]:
         key = (row.task, family, place, metric, data, network.key, str(demo))
         groups.setdefault(key, (entry, {}))[1][repetition] = row.value
     entries = [
-        dataclasses.replace(entry, measured=_measure(values.values()))
+        dataclasses.replace(entry, measured=Measured.of(values.values()))
         for entry, values in groups.values()
     ]
     return _with_distinct_labels(entries, names)
@@ -271,12 +221,13 @@ def _with_distinct_labels(entries: list[Entry], names: Mapping[str, set[str]]) -
     for entry in entries:
         network = entry.network
         keys.setdefault((network.label, network.arch), set()).add(network.key)
-    found = []
+    named: dict[str, Network] = {}
     for entry in entries:
         network = entry.network
         own = tuple(sorted(names[network.key]))
         several = len(keys[network.label, network.arch]) > 1
         label = f"{network.label} ({', '.join(own)})" if several else network.label
-        network = dataclasses.replace(network, label=label, names=own)
-        found.append(dataclasses.replace(entry, network=network))
-    return found
+        named[network.key] = dataclasses.replace(network, label=label, names=own)
+    short = name_networks(list(named.values()))
+    named = {key: dataclasses.replace(each, short=short[each]) for key, each in named.items()}
+    return [dataclasses.replace(entry, network=named[entry.network.key]) for entry in entries]

@@ -1,9 +1,10 @@
 """The scorecard: what was measured, a row for each network, a column for each protocol.
 
 Imports no torch. A column is the headline number of a task: top-1 of kNN, precision of retrieval,
-top-1 of a linear probe, top-1 and top-5 of each fraction of labels, AP50 of detection. Of the
-variants of a protocol (how many neighbours, which stage, which AP) the one that most networks have
-stands for all, and among equals the paper's. A network is compared with its architecture untrained.
+top-1 of a linear probe, top-1 and top-5 of each fraction of labels, AP50 of detection, every number
+of a task that is not known here. Of the variants of a protocol (how many neighbours, which stage,
+which AP) the one that most networks have stands for all, and among equals the paper's. A network is
+compared with its architecture untrained.
 """
 
 import dataclasses
@@ -12,23 +13,26 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from transfer.reporting.drawing import shorten
+from instdisc.runs.results import Measured
 from transfer.reporting.grids import Grid
+from transfer.reporting.networks import STARTS, Network
+from transfer.reporting.paper_numbers import Kind
 from transfer.reporting.parts import column_order
-from transfer.reporting.rows import (
-    Entry,
-    Measured,
-    Network,
-    describe_pretraining,
-    name_objective,
-)
+from transfer.reporting.rows import Entry
 
-KIND_ORDER = ("ours", "random", "data-init", "other", "labels")
-# What stands for the network before training, the closest first.
-START_ORDER = ("untrained", "random", "scratch")
-SCRATCH = " / from scratch"
+# In the order of their rows, with the word that a reader filters by.
+KINDS: dict[Kind, str] = {
+    "ours": "pretrained",
+    "random": "untrained",
+    "data-init": "data-init",
+    "other": "other",
+    "labels": "supervised",
+}
+KIND_ORDER = tuple(KINDS)
+START_ORDER = tuple(STARTS)  # what stands for the network before training, the closest first
 SHADES = 5
-MOST_LETTERS = 44  # of what tells two labels apart
+# Commands whose headline numbers are known; of any other every number is one.
+TASKS = ("knn", "retrieve", "linear", "semisup", "detect", "voc_svm", "fewshot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Column:
         head: its heading.
         data: the data set, without size and fingerprint.
         protocol: how it was measured, in full.
-        anchor: slug of the table that has the details.
+        anchor: slug of the table that has the details of most of its numbers.
     """
 
     head: str
@@ -57,12 +61,14 @@ class Cell:
         untrained: that of the same architecture untrained; None where there is none.
         is_best: whether no other row has a higher one; False in a column of one number.
         shade: 1 to SHADES, from the lowest to the highest of its column; 0 where all are equal.
+        anchor: slug of the table that has the details; empty where it is the column's.
     """
 
     measured: Measured
     untrained: Measured | None
     is_best: bool
     shade: int
+    anchor: str = ""
 
     @property
     def gain(self) -> float | None:
@@ -86,10 +92,11 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class CardRow:
-    """A network: a short label, all its settings, and a cell for each column."""
+    """A network: a short label, all its settings, its kind in a word, a cell for each column."""
 
     label: str
     settings: str
+    kind: str
     cells: tuple[Cell | None, ...]
 
 
@@ -112,10 +119,24 @@ class Scorecard:
         groups = itertools.groupby(column.data for column in self.columns)
         return [(data, len(list(columns))) for data, columns in groups]
 
+    def group_of(self, column: int) -> int:
+        """Which of the data sets, counted from 1, a column belongs to."""
+        last = 0
+        for number, (_, count) in enumerate(self.data_spans, start=1):
+            last += count
+            if column < last:
+                return number
+        raise IndexError(column)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of its networks."""
+        return list(dict.fromkeys(row.kind for row in self.rows))
+
     @property
     def title(self) -> str:
         """Its heading."""
-        return "Embedded demo images" if self.is_demo else "Scorecard"
+        return "Scorecard: embedded demo images" if self.is_demo else "Scorecard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +169,20 @@ def _headline(entry: Entry) -> _Headline | None:
         case "detect", "AP50, 11-point" | "AP50, area":
             usual = entry.metric == "AP50, 11-point"
             return _Headline(4, entry.family, "detection AP50" + ", area" * (not usual), usual)
+        case "detect", "box AP" | "mask AP":
+            return _Headline(4, f"{entry.family} {entry.metric}", entry.metric)
+        case "voc_svm", _:
+            stage, _, shots = entry.place.partition(" ")
+            kind = "low-shot" if shots else "full"
+            usual = stage == "conv5" and shots in ("", "k=96")
+            return _Headline(
+                5, f"{entry.family} {kind}", f"SVM {entry.place} {entry.metric}", usual
+            )
+        case "fewshot", _:
+            return _Headline(6, entry.family, entry.column, entry.place == "5-shot")
+        case task, metric if task not in TASKS:
+            head = " ".join(filter(None, (task.replace("_", " "), entry.place, metric)))
+            return _Headline(7, f"{task} {entry.family} {head}", head)
     return None
 
 
@@ -171,6 +206,12 @@ def _choose_columns(entries: Iterable[Entry]) -> list[tuple[_Headline, list[Entr
         return len(found), heads[id(found[0])].is_usual, best
 
     chosen = [max(variants.values(), key=worth) for variants in groups.values()]
+    # The top-5 of five classes or fewer is always right.
+    chosen = [
+        found
+        for found in chosen
+        if found[0].metric != "top-5" or any(entry.measured.mean < 100 for entry in found)
+    ]
     first: dict[str, int] = {}
     for found in chosen:
         data, order = _short_data(found[0]), heads[id(found[0])].order
@@ -196,12 +237,13 @@ def _build_columns(
     columns = []
     for number, (headline, found) in enumerate(chosen):
         alike = [words[i] for i, name in enumerate(named) if name == named[number]]
-        own = [w for w in words[number] if not all(w in others for others in alike)]
+        own = [w.strip("()") for w in words[number] if not all(w in others for others in alike)]
         head = headline.head + (f" ({' '.join(own)})" if own else "")
         entry = found[0]
         parts = (entry.task, entry.family, entry.place, entry.metric, f"on {entry.data}")
         protocol = ", ".join(dict.fromkeys(filter(None, parts)))
-        columns.append(Column(head, _short_data(entry), protocol, anchors[id(entry.measured)]))
+        usual = Counter(anchors[id(entry.measured)] for entry in found).most_common(1)[0][0]
+        columns.append(Column(head, _short_data(entry), protocol, usual))
     return columns
 
 
@@ -214,58 +256,6 @@ def _is_start_of(start: Network, network: Network) -> bool:
     known = start.facts.keys() & network.facts.keys()
     alike = all(start.facts[name] == network.facts[name] for name in known)
     return start.arch == network.arch and alike
-
-
-def _describe(network: Network) -> str:
-    """All that is known of it."""
-    facts = sorted(network.facts.items())
-    settings = [f"{name.replace('_', ' ')} {shorten(str(value), 24)}" for name, value in facts]
-    names = shorten(", ".join(network.names), 80)
-    return "; ".join(filter(None, (network.label, names, ", ".join(settings))))
-
-
-def _label(networks: Sequence[Network]) -> str:
-    """A short one; several networks are the ways to begin untrained."""
-    first = networks[0]
-    if first.kind == "ours":
-        return f"{first.arch}, {name_objective(first.facts)}"
-    if first.kind == "random":
-        scratch = any(network.key.startswith("scratch") for network in networks)
-        return f"{first.arch}, untrained" + SCRATCH * scratch
-    label = shorten(first.label)
-    return label if first.arch in label else f"{first.arch}, {label}"
-
-
-def _words(network: Network) -> list[str]:
-    """Its settings, without the objective, which the label has."""
-    if network.kind != "ours":
-        return []
-    objective = name_objective(network.facts)
-    return describe_pretraining(network.facts).removeprefix(f"{objective} ").split(", ")
-
-
-def _distinct(rows: Sequence[list[Network]]) -> list[str]:
-    """Labels; equal ones are followed by settings that differ, by names of runs, or by a number."""
-    labels = [_label(networks) for networks in rows]
-    bare = [label.removesuffix(SCRATCH) for label in labels]
-    notes = [""] * len(rows)
-    for label in {label for label in bare if bare.count(label) > 1}:
-        group = [number for number, other in enumerate(bare) if other == label]
-        words = {number: _words(rows[number][0]) for number in group}
-        common = set.intersection(*map(set, words.values()))
-        settings = {n: ", ".join(w for w in words[n] if w not in common) for n in group}
-        names = {n: ", ".join(name for each in rows[n] for name in each.names) for n in group}
-        for place, number in enumerate(group, start=1):
-            choice = [
-                texts[number]
-                for texts in (settings, names)
-                if len(texts[number]) <= MOST_LETTERS
-                and list(texts.values()).count(texts[number]) == 1
-            ]
-            notes[number] = choice[0] if choice else f"#{place}"
-    return [
-        f"{label} ({note})" if note else label for label, note in zip(labels, notes, strict=True)
-    ]
 
 
 def _merge_untrained(
@@ -285,6 +275,12 @@ def _merge_untrained(
     return rows
 
 
+def _name_row(networks: Sequence[Network]) -> str:
+    """The short label; several networks are the ways to begin untrained."""
+    ways = [STARTS[START_ORDER[_start_rank(network)]] for network in networks[1:]]
+    return " / ".join([networks[0].short, *ways])
+
+
 def build_scorecard(
     entries: Iterable[Entry], grids: Iterable[Grid], *, is_demo: bool
 ) -> Scorecard | None:
@@ -296,11 +292,7 @@ def build_scorecard(
         is_demo: which kind.
     """
     anchors = {
-        id(measured): grid.slug
-        for grid in reversed(list(grids))
-        for line in grid.lines
-        for _, values in line.measured
-        for measured in values.values()
+        id(measured): grid.slug for grid in reversed(list(grids)) for measured in grid.measurements
     }
     chosen = _choose_columns(entry for entry in entries if entry.is_demo == is_demo)
     if not chosen:
@@ -323,6 +315,7 @@ def build_scorecard(
         start = None if network.kind == "random" else next(fitting, None)
         return None if start is None else values[start][number]
 
+    columns = _build_columns(chosen, anchors)
     means = [[entry.measured.mean for entry in found] for _, found in chosen]
 
     def cell(networks: Sequence[Network], number: int) -> Cell | None:
@@ -333,12 +326,19 @@ def build_scorecard(
         part = (measured.mean - low) / (high - low) if high > low else None
         shade = 0 if part is None else 1 + round((SHADES - 1) * part)
         best = measured.mean == high and len(means[number]) > 1
-        return Cell(measured, untrained(network, number), best, shade)
+        anchor = anchors[id(measured)]
+        elsewhere = anchor if anchor != columns[number].anchor else ""
+        return Cell(measured, untrained(network, number), best, shade, elsewhere)
 
     rows = _merge_untrained(networks, {n: set(found) for n, found in values.items()})
     numbers = range(len(chosen))
     shown = [
-        CardRow(label, ". ".join(map(_describe, row)), tuple(cell(row, n) for n in numbers))
-        for label, row in zip(_distinct(rows), rows, strict=True)
+        CardRow(
+            _name_row(row),
+            ". ".join(network.settings for network in row),
+            KINDS[row[0].kind],
+            tuple(cell(row, n) for n in numbers),
+        )
+        for row in rows
     ]
-    return Scorecard(tuple(_build_columns(chosen, anchors)), tuple(shown), is_demo)
+    return Scorecard(tuple(columns), tuple(shown), is_demo)

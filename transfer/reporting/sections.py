@@ -17,7 +17,9 @@ from transfer.reporting.tables import Tables
 
 CARD_LEGEND = (
     "In percent: mean ± standard deviation (n repetitions with other seeds), then the points above "
-    "the same architecture untrained. Bold: the best of its column. Headings lead to the details."
+    "the same architecture untrained. Bold: the best of its column; the darker, the better in it. "
+    "Each column is one protocol; its details have the published numbers, data, n and runs. "
+    "A number that is a link has its details in another table."
 )
 GRID_LEGEND = (
     "Published numbers stand as printed, with their source. Measured ones are "
@@ -46,6 +48,11 @@ class Section:
     drawings: Sequence[Drawing] = ()
     grids: Sequence[Grid] = ()
     is_folded: bool = False
+
+    @property
+    def undrawn(self) -> list[Drawing]:
+        """Figures that there is no data for; their captions say what makes it."""
+        return [drawing for drawing in self.drawings if not drawing.images]
 
 
 def build_sections(rows: Sequence[Result], root: Path, *, figures: bool) -> list[Section]:

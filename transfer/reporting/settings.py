@@ -24,6 +24,7 @@ class ReportConfig(CommandConfig):
     EPILOG = """
     examples:
       python transfer/report.py                        runs/results.jsonl -> runs/report/
+      python transfer/report.py --compare runs/pretrain/a runs/pretrain/b
       python transfer/report.py --check                is every row sound?
       python transfer/report.py --repair               move damaged rows out of the way
       python transfer/report.py --results a.jsonl --output report-a
@@ -36,6 +37,15 @@ class ReportConfig(CommandConfig):
         None, "folder of the report; report/ in the runs folder if not given", metavar="DIR"
     )
     figures: bool = run_option(True, "draw the figures")
+    missing: tuple[str, ...] = run_option(
+        (), "jobs that failed, to be named in the report", metavar="JOB"
+    )
+    compare: tuple[str, ...] = run_option(
+        (),
+        "only print the scorecard of these networks, as --weights or a row names them, beside "
+        "their architectures untrained; write nothing",
+        metavar="RUN",
+    )
     check: bool = run_option(False, "only check that every row is sound; write nothing")
     repair: bool = run_option(
         False, "move damaged lines to results.jsonl.damaged, as one cut short by a crash"

@@ -6,7 +6,8 @@ from typing import Any
 
 from instdisc.names import PAPER_DETECTORS, STAGES
 from transfer.reporting import paper_numbers as paper
-from transfer.reporting.grids import Grid, Line, by_network, match_lines
+from transfer.reporting.benchmarks import BENCHMARKS
+from transfer.reporting.grids import Grid, Measurements, by_network, match_lines
 from transfer.reporting.paper_numbers import Published
 from transfer.reporting.parts import (
     PAPER_KNN,
@@ -14,6 +15,7 @@ from transfer.reporting.parts import (
     SCALE,
     ablation_line,
     anchors,
+    benchmark_grids,
     describe_scale,
     is_readout,
     is_standard,
@@ -51,10 +53,16 @@ class Tables:
         grids = [
             *self.objectives(),
             *self.readouts("table2", "Table 2: ImageNet, top-1", "ImageNet", paper.TABLE2),
-            anchors("table2-anchors", "ImageNet: what others published", paper.IMAGENET_ANCHORS),
+            anchors(
+                "table2-anchors",
+                "ImageNet: what others published",
+                "ImageNet",
+                paper.IMAGENET_ANCHORS,
+            ),
             *self.readouts("table3", "Table 3: Places205, top-1", "Places205", paper.TABLE3),
             *self.ablation("4", "size of the embedding", "embedding_dim", paper.TABLE4),
             *self.ablation("5", "size of the training set", "train_fraction", paper.TABLE5),
+            *self.benchmarks(),
             *self.semisupervised(),
             *self.detection(),
         ]
@@ -85,12 +93,12 @@ class Tables:
                 continue  # one objective is no comparison: other tables have it
             self.placed.update(map(id, found))
             title = "Table 1: objectives, CIFAR-10" if is_papers else f"Objectives, {data}"
-            grid = objectives_grid(found, f"table1-{len(grids) + 1}", title, is_papers)
+            grid = objectives_grid(found, f"table1-{len(grids) + 1}", title, data, is_papers)
             grid.notes.insert(0, describe_scale(arch, found[0].network.facts))
             grids.append(grid)
         if not any(grid.title.startswith("Table 1") for grid in grids):
             title = "Table 1: objectives, CIFAR-10"
-            grids.insert(0, objectives_grid([], "table1", title, True))
+            grids.insert(0, objectives_grid([], "table1", title, "CIFAR-10", True))
         return grids
 
     def readouts(
@@ -110,7 +118,8 @@ class Tables:
             chosen = [e for e in fits if (e.task, e.family) in wanted]
             networks = by_network(chosen, {f"{column} top-1": column for column in columns})
             rows = published if first else [row for row in published if row.kind != "other"]
-            grid = Grid(slug if first else f"{slug}-{len(grids) + 1}", title, columns)
+            name = slug if first else f"{slug}-{len(grids) + 1}"
+            grid = Grid(name, title, columns, data, published=paper.READOUT_PROTOCOL)
             grid.protocols = dict.fromkeys(STAGES, f"linear SVM, {family}")
             if first:
                 grid.protocols["kNN"] = PAPER_KNN
@@ -147,41 +156,44 @@ class Tables:
                 self.placed.update(map(id, entries))
             shared = dict(first.network.facts)
             del shared[setting]
-            grid = Grid(f"{slug}-{len(grids) + 1}", f"{title}, {data}, {arch}", (column,))
+            grid = Grid(f"{slug}-{len(grids) + 1}", f"{title}, {data}, {arch}", (column,), data)
             grid.notes = [describe_scale(arch, shared)]
             known = published if is_papers else {}
             for value in sorted({*known, *found}):
                 line = ablation_line(setting, value, known, slug, column)
-                line.measured = [("", {column: e.measured}) for e in found.get(value, [])]
+                line.measured = [
+                    Measurements.of(e.network, {column: e.measured}) for e in found.get(value, [])
+                ]
                 grid.lines.append(line)
             grids.append(grid)
         if not any(", ImageNet, resnet18" in grid.title for grid in grids):
-            grid = Grid(slug, f"{title}, ImageNet, resnet18", (column,))
+            grid = Grid(slug, f"{title}, ImageNet, resnet18", (column,), "ImageNet")
             grid.lines = [ablation_line(setting, v, published, slug, column) for v in published]
             grids.insert(0, grid)
         for grid in grids:
             grid.side, grid.protocols = True, {column: protocol}
+            grid.published = paper.ABLATION_PROTOCOL
+        return grids
+
+    def benchmarks(self) -> list[Grid]:
+        """What others published under protocols of their own, and what was measured of it."""
+        grids: list[Grid] = []
+        for benchmark in BENCHMARKS:
+            fitting = [entry for entry in self.entries if benchmark.fits(entry)]
+            chosen = benchmark.choose(fitting)
+            self.placed.update(map(id, chosen))
+            grids += benchmark_grids(benchmark, chosen)
         return grids
 
     def semisupervised(self) -> list[Grid]:
-        """The paper's figure has no printed numbers; what was measured, and what others printed."""
-        found = self._take(lambda e: e.task == "semisup")
+        """What was measured elsewhere than on ImageNet; the paper's figure has no numbers."""
+        found = self._take(lambda e: e.task == "semisup" and id(e) not in self.placed)
         grids = plain_grids("semisup", "Semi-supervised", found, is_demo=False)
-        if not grids:
-            columns = tuple(f"{part}% top-5" for part in (1, 2, 4, 10, 20))
-            line = Line("this method", expects=True)
-            grids = [Grid("semisup", "Semi-supervised, ImageNet", columns, lines=[line])]
-        grids[0].notes.append(
-            "The paper shows a figure without numbers: at 1% of the labels its networks lead the "
-            "others by about ten points of top-5."
-        )
-        rows = paper.SEMISUP_ANCHORS
-        title = "Semi-supervised on ImageNet: what others published"
-        return [*grids, anchors("semisup-anchors", title, rows)]
+        return grids
 
     def detection(self) -> list[Grid]:
         """Table 6, a grid for each detector; 2007 + 2012 has grids of its own."""
-        found = self._take(lambda e: e.task == "detect")
+        found = self._take(lambda e: e.task == "detect" and id(e) not in self.placed)
         grids: list[Grid] = []
         columns = (paper.VOC07, "AP50, area", "AP", "AP75")
         same = {column: column for column in columns}
@@ -197,15 +209,9 @@ class Tables:
                 networks = by_network((e for e in chosen if e.family == family), same)
                 title = f"Table 6: VOC2007 detection, {DETECTOR_NAMES[arch]}"
                 slug = f"table6-{arch}" + (f"-{number + 1}" if number else "")
-                grid = Grid(slug, title, columns, lines=match_lines(published, networks))
+                grid = Grid(slug, title, columns, "VOC2007", lines=match_lines(published, networks))
                 grid.protocols = dict.fromkeys(columns, family) if family else {}
-                grid.notes.append("Published: VOC2007 trainval -> test, 11-point AP at IoU 0.5.")
+                grid.published = paper.TABLE6_PROTOCOL
                 grids.append(grid)
             found = [e for e in found if e not in chosen]
-        both = anchors(
-            "voc0712-anchors",
-            "Detection, VOC2007 + 2012: what others published",
-            paper.DETECTION_ANCHORS,
-        )
-        both.notes.append("Trained on 2007 and 2012: not to be read beside Table 6.")
-        return [*grids, *plain_grids("detect", "Detection", found, is_demo=False), both]
+        return [*grids, *plain_grids("detect", "Detection", found, is_demo=False)]

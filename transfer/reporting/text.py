@@ -19,7 +19,8 @@ from transfer.reporting.scorecard import Cell, Scorecard
 from transfer.reporting.sections import Section
 
 CSV_HEAD = (
-    *("table", "row", "column", "published", "source", "network", "mean", "std", "n"),
+    *("table", "row", "column", "published", "source", "network"),
+    *("weights", "mean", "std", "n"),
     *("difference", "protocol"),
 )
 CARD_HEAD = (
@@ -28,14 +29,17 @@ CARD_HEAD = (
 )
 
 
+REPETITIONS = "Published n: not stated unless a row or the protocol says it."
+
+
 def shared_citation(grid: Grid) -> str | None:
     """The one source of all published rows; None where there are several, or none."""
     found = {line.citation for line in grid.lines if line.published}
     return found.pop() if len(found) == 1 else None
 
 
-def describe_sources(grid: Grid) -> str:
-    """Where the published numbers stand, and how the measured ones were made."""
+def describe_protocols(grid: Grid) -> str:
+    """How the numbers of a table were measured, how often, and on what."""
     columns: dict[str, list[str]] = {}
     for column, protocol in grid.protocols.items():
         columns.setdefault(protocol, []).append(column)
@@ -43,10 +47,12 @@ def describe_sources(grid: Grid) -> str:
         protocol if len(columns) == 1 else f"{', '.join(names)}: {protocol}"
         for protocol, names in columns.items()
     ]
-    source = shared_citation(grid)
-    words = [f"Published: {source}."] if source else []
-    words += [f"Protocol of the measurements: {'; '.join(parts)}."] if parts else []
-    return " ".join(words)
+    words = []
+    if grid.has_published:
+        words += [f"Protocol of what was published: {grid.published}. {REPETITIONS}"]
+    if grid.has_measurements:
+        words += [f"Protocol of the measurements: {'; '.join(parts)}."]
+    return " ".join([*words, f"Data: {grid.data}."])
 
 
 def _escape(text: str) -> str:
@@ -67,16 +73,16 @@ def grid_to_markdown(grid: Grid) -> str:
     rows = []
     for row in show_rows(grid):
         note = row.note if row.kind == "both" or row.note != source else ""
-        label = _escape(row.label) + (f" ({_escape(note)})" if note else "")
+        notes = ", ".join(filter(None, (row.remark, note)))
+        label = _escape(row.label) + (f" ({_escape(notes)})" if notes else "")
         cells = [_escape(cell) for cell in row.cells]
         if row.kind == "measured":
             label, cells = f"**{label}**", [f"**{cell}**" for cell in cells]
         rows.append([label, *cells])
     parts = [f"### {_escape(grid.title)}", *map(_escape, grid.notes)]
     parts.append(_table(["", *headings(grid)], rows))
-    small = describe_sources(grid)
-    if small:
-        parts.append(_escape(small))
+    words = [f"Published: {source}."] if source else []
+    parts.append(_escape(" ".join([*words, describe_protocols(grid)])))
     return "\n\n".join(parts)
 
 
@@ -118,7 +124,7 @@ def to_markdown(
         for drawing in section.drawings:
             parts.append(f"### {_escape(drawing.title)}")
             if drawing.images:
-                parts.append(f"![{_escape(drawing.title)}](figures/{drawing.slug}.png)")
+                parts.append(f"![{_escape(drawing.title)}](figures/{drawing.file_name})")
             parts.append(_escape(drawing.caption))
         parts += map(grid_to_markdown, section.grids)
     return "\n\n".join(parts) + "\n"
@@ -153,7 +159,8 @@ def card_to_text(card: Scorecard, width: int) -> str:
         if not blocks or sum(len(part[0]) + 1 for part in blocks[-1]) + len(lines[0]) > width:
             blocks.append([left])
         blocks[-1].append(lines)
-    parts = [f"{card.title}: mean ± std, points above the untrained network, * best of its column"]
+    legend = "mean ± std, points above the untrained network, * best of its column"
+    parts = [f"{card.title} ({legend})"]
     for block in blocks:
         rows = [" ".join(line).rstrip() for line in zip(*block, strict=True)]
         full = [row for row, label in zip(rows, labels, strict=True) if row != label]
@@ -181,12 +188,13 @@ def _records(grid: Grid, line: Line) -> Iterable[list[object]]:
         published = line.published.get(column)
         base = [grid.slug, line.label, column, published, line.citation if published else None]
         protocol = grid.protocols.get(column)
-        measured = [(label, values[column]) for label, values in line.measured if column in values]
-        for label, value in measured:
-            gap = difference(value, published)
-            yield [*base, label, value.mean, value.std, value.count, gap, protocol]
+        measured = [found for found in line.measured if column in found.values]
+        for found in measured:
+            value = found.values[column]
+            numbers = (value.mean, value.std, value.count, difference(value, published))
+            yield [*base, found.label, found.source, *numbers, protocol]
         if not measured and published is not None:
-            yield [*base, None, None, None, None, None, None]
+            yield [*base, None, None, None, None, None, None, None]
 
 
 def to_csv(grid: Grid) -> str:

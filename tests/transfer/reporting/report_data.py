@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from instdisc.runs.results import Result
+from transfer.nearest.feature_map import FeatureMap, draw_sheet
 
 FACTS: dict[str, Any] = {
     "arch": "resnet18", "objective": "nce", "num_negatives": 4096, "epochs": 200, "epoch": 200.0,
@@ -127,6 +129,26 @@ def study_rows() -> list[Result]:
     return rows + demo_rows()
 
 
+def many_rows(networks: int = 200, columns: int = 15) -> list[Result]:
+    """Many networks, each measured in many ways."""
+    rows = []
+    for number in range(networks):
+        facts = {"lr": 0.001 * (number + 1)}
+        for column in range(columns):
+            protocol = f"k={column + 1} tau=0.07 conv{column % 5 + 1}"
+            rows.append(
+                make_row(
+                    weights=f"run-{number}",
+                    facts=facts,
+                    task="knn" if column < 5 else "linear",
+                    protocol=protocol if column < 5 else f"stage=conv5 solver=sgd c={column}",
+                    value=20 + (7 * number + 3 * column) % 60 + number / 1000,
+                    dataset=("imagenet", "places205", "other")[column % 3],
+                )
+            )
+    return rows
+
+
 def demo_rows() -> list[Result]:
     """What `make demo` leaves."""
     facts = {"dataset": "demo", "epochs": 4, "epoch": 4.0, "objective": "softmax"}
@@ -178,4 +200,16 @@ def write_runs(root: Path) -> None:
             }
             for number in range(20)
         }
+        curves["class 0"] = {"recall": [0.0, 0.0], "precision": [0.0, 0.0]}  # nothing to show
         (folder / "precision_recall.json").write_text(json.dumps(curves))
+        (folder / "pictures").mkdir()
+        for number in range(3):
+            picture = Image.new("RGB", (600 + number, 200), "#e5d6c8")
+            picture.save(folder / "pictures" / f"{number}.png")
+    rng = np.random.default_rng(0)
+    images = [Image.new("RGB", (20, 20), tuple(rng.integers(0, 255, 3))) for _ in range(60)]
+    points, labels = rng.random((60, 2)), np.arange(60) % 12
+    names = [f"kind {number}" for number in range(12)]
+    FeatureMap("60 images", points, labels, names, draw_sheet(images)).save(
+        root / "retrieve" / "real"
+    )

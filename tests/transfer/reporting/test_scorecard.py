@@ -62,6 +62,13 @@ def detect(weights: str, value: float, **changes: Any) -> list[Result]:
     ]  # fmt: skip
 
 
+def test_a_top5_that_is_always_right_is_left_out() -> None:
+    heads = [column.head for column in build(semisup("a", 80.0) + semisup("b", 80.0)).columns]
+    assert heads == ["1% labels top-1"]
+    heads = [column.head for column in build(semisup("a", 80.0) + semisup("b", 60.0)).columns]
+    assert heads == ["1% labels top-1", "1% labels top-5"]
+
+
 def test_each_task_shows_its_headline_number() -> None:
     rows = [make_row(protocol=f"k={k} tau=0.07 embedding", value=40.0 + k) for k in (1, 20, 200)]
     rows += [make_row(metric="top5", value=90.0)]
@@ -86,6 +93,28 @@ def test_each_task_shows_its_headline_number() -> None:
     assert card.data_spans == [("ImageNet", 5), ("VOC2007", 1)]
     assert "k=200 tau=0.07 embedding" in card.columns[0].protocol
     assert "150000 iterations" in card.columns[-1].protocol
+
+
+def test_tasks_that_are_not_known_have_a_column_for_each_number() -> None:
+    rows = [make_row(), make_row(task="depth", protocol="a=1", metric="delta_1", value=12.0)]
+    rows += [make_row(task="depth", protocol="a=2", metric="delta_1", value=13.0)]
+    sizes = {"num_train": 5011, "num_test": 4952}
+    for stage in (4, 5):
+        for shots, value in (("", 70.0), (" k=1", 20.0), (" k=96", 60.0)):
+            rows.append(make_row(task="voc_svm", protocol=f"stage=conv{stage}{shots}", value=value,
+                                 metric="ap_envelope", details=sizes))  # fmt: skip
+    for shots in (1, 5, 20):
+        rows.append(make_row(task="fewshot", protocol=f"5-way {shots}-shot queries=15 backbone",
+                             value=50.0 + shots))  # fmt: skip
+    (found,) = shown(build(rows)).values()
+    assert found == {
+        "kNN top-1": "40.0",
+        "depth delta 1 (a=1)": "12.0",
+        "depth delta 1 (a=2)": "13.0",
+        "5-shot top-1": "55.0",
+        "SVM conv5 mAP": "70.0",
+        "SVM conv5 k=96 mAP": "60.0",
+    }
 
 
 def test_the_variant_of_most_networks_stands_for_a_protocol() -> None:
@@ -134,7 +163,7 @@ def test_a_network_is_compared_with_what_it_may_have_started_from() -> None:
     assert {label: cells["kNN top-1"] for label, cells in found.items()} == {
         "resnet18, NCE (32-d)": "30.0 [+22.5]",
         "resnet18, NCE": "40.0 [+30.0]",
-        "resnet18, untrained / from scratch (untrained:d32, scratch)": "7.5",
+        "resnet18, untrained (untrained:d32) / from scratch": "7.5",
         "resnet18, untrained (untrained:d128)": "10.0",
         "resnet50, NCE": "60.0*",  # no ResNet-50 was measured untrained
     }
@@ -185,7 +214,7 @@ def test_demo_and_real_are_never_in_one_card() -> None:
     ]
     real, demo = build(rows), build(rows, is_demo=True)
     assert (real.slug, demo.slug) == ("scorecard", "scorecard-demo")
-    assert shown(real) == {"resnet18, NCE": {"kNN top-1": "40.0"}}
+    assert [*shown(real).values()] == [{"kNN top-1": "40.0"}]
     values = {cell.measured.mean for row in demo.rows for cell in row.cells if cell}
     assert values == {14.5, 61.25, 9.87, 12.5, 33.0}
     entries = collect([make_row()])
@@ -220,7 +249,7 @@ def test_headings_lead_to_the_table_that_has_the_number() -> None:
         assert card is not None
         for number, column in enumerate(card.columns):
             (grid,) = [grid for grid in grids if grid.slug == column.anchor]
-            inside = {id(m) for line in grid.lines for _, v in line.measured for m in v.values()}
+            inside = set(map(id, grid.measurements))
             assert inside & {id(c.measured) for r in card.rows if (c := r.cells[number])}
 
 
@@ -263,8 +292,9 @@ def test_report_begins_with_the_scorecard_and_ends_with_what_was_not_measured(
         "Published, not measured here",
     ]
     assert re.findall(r"^## (.*)", text, re.MULTILINE) == headings
-    found = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
-    assert [heading.replace("&#39;", "'") for heading in found] == headings
+    found = re.findall(r"<h2[^>]*>([^<]*)<", page)
+    cards = ["Scorecard", "Scorecard: embedded demo images "]
+    assert [heading.replace("&#39;", "'") for heading in found] == [*cards, *headings[1:]]
     folded = page.partition("<details id=")[2]
     assert not folded.startswith(" open")
     assert 'id="table6-vgg16"' in folded
@@ -276,5 +306,24 @@ def test_report_begins_with_the_scorecard_and_ends_with_what_was_not_measured(
     tables = {path.name for path in (folder / "tables").iterdir()}
     assert {"scorecard.csv", "scorecard-demo.csv"} <= tables
     said = capsys.readouterr().out
-    assert said.index("Scorecard") < said.index("Embedded demo images")
-    assert said.endswith(f"\nreport: {folder / 'report.html'}\n")
+    assert said.index("Scorecard (") < said.index("Scorecard: embedded demo images (")
+    page_name = folder / "report.html"
+    assert f"\nreport: {page_name}\nopen it: " in said
+    assert said.splitlines()[-1].endswith(str(page_name))
+
+
+def test_compare_prints_the_scorecard_of_some_networks_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    networks = (("a", 0.05, 41.0), ("b", 0.1, 43.5), ("c", 0.2, 99.0))
+    rows = [make_row(weights=n, facts={"temperature": tau}, value=v) for n, tau, v in networks]
+    rows.append(make_row(value=25.0, **UNTRAINED | {"weights": "untrained:a"}))
+    append_results(rows)
+    assert main(["--compare", "runs/pretrain/a", "elsewhere/b/backbone.pt"]) == 0
+    said = capsys.readouterr().out
+    for text in ("resnet18, NCE (tau 0.05)", "41.0 +16.0", "43.5 +18.5*", "resnet18, untrained"):
+        assert text in said
+    assert "99.0" not in said
+    assert not (tmp_path / "runs" / "report").exists()
+    assert main(["--compare", "a", "d"]) == 2
+    assert "no row is of d: measure it first; there are a, b, c" in capsys.readouterr().err

@@ -1,16 +1,17 @@
-"""HTML pages from templates/: one file each, without scripts, fonts or the network.
+"""HTML pages from the templates beside this file: one file each, without the network.
 
 Imports no torch.
 """
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).parent
 
 
 def to_data_uri(image: bytes) -> str:
@@ -32,12 +33,21 @@ def _environment() -> Environment:
     return environment
 
 
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _join(parts: Sequence[str], ending: str) -> str:
+    files = [TEMPLATES / f"{part}.{ending}" for part in parts]
+    return "".join(file.read_text("utf-8") for file in files if file.exists())
+
+
 def render(name: str, **context: object) -> str:
     """The page of a template; every value in it is escaped.
 
-    Its policy admits one style sheet, by hash: base.css and the page's own.
+    Its policy admits one style sheet and one script, by hash: those of base, map and the page.
     """
-    style = "".join((TEMPLATES / f"{part}.css").read_text("utf-8") for part in ("base", name))
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    style, script = (_join(("base", "map", name), ending) for ending in ("css", "js"))
     template = _environment().get_template(f"{name}.html.j2")
-    return template.render(style=style, style_hash=digest, **context)
+    hashes = {"style_hash": _digest(style), "script_hash": _digest(script)}
+    return template.render(style=style, script=script, **hashes, **context)
