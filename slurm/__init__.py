@@ -1,1 +1,1 @@
-"""Every command as a Slurm job; the only place that imports submitit."""
+"""Every command as a Slurm job."""

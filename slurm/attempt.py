@@ -1,13 +1,14 @@
 """What runs on the nodes: `python -m slurm.attempt begin|run|finish INDEX`.
 
 The batch script calls `begin` once, then `run` in every process (through srun), then `finish` once.
-`finish` decides between done, failed and once more. It does so in the batch script, after all
-processes have ended, and neither in a signal handler nor in one of them: by then everything is
-saved, and a process that was killed can be told from one that stopped when it was asked to.
+`finish` decides between done, failed and requeue. It runs in the batch script after all processes
+have ended, not in a signal handler or in one of them: by then everything is saved, and killed
+processes can be distinguished from those that stopped on request.
 
 INDEX is a JSON list of job folders; an element of a job array takes the one with its number.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -22,10 +23,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from instdisc.cli import Parser
+from instdisc.cli import LAST_ACTS, Parser
 from instdisc.errors import EXIT_INTERRUPTED, UserError
 from instdisc.names import SCHEDULER_SIGNALS
 from slurm.jobs import (
+    command_line,
     is_stuck,
     load_environment,
     load_job,
@@ -38,9 +40,9 @@ from slurm.jobs import (
 )
 from slurm.tasks import TASKS
 
-# What srun says of processes that such a signal ended before Python could listen to it.
+# Exit codes from srun for processes that a signal ended before Python had its handler.
 STOPPED = {EXIT_INTERRUPTED, *(128 + number for number in SCHEDULER_SIGNALS)}
-# What torchrun sets, and what a shell that submits may have left over from something else.
+# What torchrun sets; the submitting shell may have old values of these.
 TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
@@ -65,7 +67,7 @@ def attempt_number(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def choose_address(num_nodes: int, environ: Mapping[str, str] = os.environ) -> str:
-    """A name of this node that the other nodes of the job know."""
+    """A name of this node that the other nodes of the job can resolve."""
     if num_nodes == 1:
         return "127.0.0.1"
     for name in (socket.gethostname(), environ.get("SLURMD_NODENAME", "")):
@@ -95,7 +97,7 @@ def begin(folder: Path, *, number: int, job_id: str, log: str) -> None:
     """Opens an attempt in the status file.
 
     Raises:
-        UserError: the last two attempts led nowhere, so this one would not either.
+        UserError: the last two attempts made no progress.
     """
     job, status = load_job(folder), read_status(folder)
     progress = progress_of(job.run)
@@ -130,7 +132,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Tail:
-    """Passes text on to a stream and remembers its last line: the error, if there was one."""
+    """Passes text on to a stream and keeps its last line: the error, if there was one."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.line = stream, ""
@@ -146,35 +148,36 @@ class _Tail:
 
 
 def run_process(folder: Path, *, number: int, rank: int) -> None:
-    """Runs the command in this process, notes how it ended, and ends the process."""
+    """Runs the command in this process, records how it ended, and ends the process."""
     own = os.getpid()
 
     def end(code: int, message: str) -> None:
         outcome = {0: "done", EXIT_INTERRUPTED: "interrupted"}.get(code, "failed")
         record = {"outcome": outcome, "code": code, "message": message, "rank": rank}
         write_record(folder, number, rank, record)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # nothing that happens from here on may change the outcome
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(RuntimeError):  # a signal in the middle of a print
+                stream.flush()
+        os._exit(code)  # exit handlers must not change the outcome
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
-        # Loops that have something to save listen for themselves (instdisc/runs/signals.py).
+        # Loops that have something to save set their own handler (instdisc/runs/signals.py).
         if os.getpid() == own:
             end(EXIT_INTERRUPTED, "stopped by a signal where there was nothing to save")
 
     for each in SCHEDULER_SIGNALS:
         signal.signal(each, stop)
     os.environ.update(load_environment(folder))
-    job = load_job(folder)
-    task = TASKS[job.task]
+    task, argv = TASKS[load_job(folder).task], command_line(folder)
     tail = _Tail(sys.stderr)
     sys.stderr = tail
-    sys.argv = [task.module.replace(".", "/") + ".py", *job.argv]
+    LAST_ACTS.append(end)
+    sys.argv = [task.script, *argv]
     try:
-        code = task.load_main()(list(job.argv))
+        code = task.load_main()(argv)
     except SystemExit as stopped:
         code = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
-    except BaseException as error:  # any end at all must be told to the status file
+    except BaseException as error:  # the status file records every end
         traceback.print_exc(file=tail.stream)
         end(1, f"{type(error).__name__}: {error}".partition("\n")[0])
     end(code, tail.line)
@@ -187,7 +190,7 @@ def judge(folder: Path, *, number: int, code: int, num_processes: int) -> tuple[
     records, cause = read_records(folder, number), read_cause(folder, number)
     missing = sorted(set(range(num_processes)) - set(records))
     message = cause.get("message", "")
-    # srun tells the highest code: with a process that was killed (128 + 9) it is not in STOPPED.
+    # srun returns the highest code: with a process that was killed (128 + 9) it is not in STOPPED.
     if cause.get("outcome") == "interrupted" and (not missing or code in STOPPED):
         return "interrupted", message
     if cause.get("outcome") != "failed" and code in STOPPED and len(missing) == num_processes:
@@ -234,7 +237,7 @@ def requeue(folder: Path, job_id: str) -> int:
 
 
 def _begin_on_slurm(folder: Path, index: Path, number: int, environ: Mapping[str, str]) -> int:
-    """Prints where the processes shall meet, for the batch script to export."""
+    """Prints the rendezvous address, for the batch script to export."""
     job_id, num_nodes = environ["SLURM_JOB_ID"], int(environ["SLURM_JOB_NUM_NODES"])
     array = environ.get("SLURM_ARRAY_JOB_ID")
     shown = f"{array}_{environ['SLURM_ARRAY_TASK_ID']}" if array else job_id
@@ -259,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.step == "local":
         rank = int(os.environ.get("RANK") or 0)
         run_process(given.path, number=given.number, rank=rank)
-    if given.step == "finish":  # a scheduler repeats itself
+    if given.step == "finish":  # a scheduler may send its signal again
         for each in SCHEDULER_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
     folder, number = job_folder(given.path), attempt_number()

@@ -1,8 +1,9 @@
-"""Jobs into Slurm's queue, through submitit, which is imported here and only when it is needed.
+"""Jobs into Slurm's queue: job arrays, what squeue says, and submission through submitit.
 
-submitit writes the batch script and calls sbatch. Its way of running a pickled function is not
-used: it would catch signals itself, requeue from a signal handler in one process, and take every
-job shorter than ten minutes for one that has run out of time.
+The only module that imports submitit, and only when it is needed. submitit writes the batch script
+and calls sbatch. Its way of running a pickled function is not used: it would catch signals itself,
+requeue from a signal handler in one process, and take every job shorter than ten minutes for one
+that has run out of time.
 """
 
 import contextlib
@@ -51,13 +52,14 @@ class Array:
 
     def dependency(self, ids: Sequence[str], sizes: Sequence[int]) -> str | None:
         """As sbatch wants it, where `ids` are the numbers that earlier arrays were given."""
+        ended = "afterany" if self.jobs[0].failed_flag else "afterok"
         words = [f"aftercorr:{ids[number]}" for number in self.corresponding]
         for number in sorted({number for number, _ in self.complete}):
             elements = [element for place, element in self.complete if place == number]
             whole = len(elements) == sizes[number]
             names = [ids[number]] if whole else [f"{ids[number]}_{each}" for each in elements]
-            words += [f"afterok:{name}" for name in names]
-        words += [f"afterok:{job_id}" for job_id in self.queued]
+            words += [f"{ended}:{name}" for name in names]
+        words += [f"{ended}:{job_id}" for job_id in self.queued]
         return ",".join(words) or None
 
 
@@ -196,7 +198,7 @@ def ask(*command: str) -> str:
 
 
 def max_array_size() -> int:
-    """How many elements a job array may have at this site."""
+    """The site's limit on the elements of a job array."""
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.M)
     size = int(found.group(1)) if found else DEFAULT_MAX_ARRAY
     if size < 2:
@@ -214,7 +216,8 @@ def read_queue(job_ids: Iterable[str]) -> dict[str, Queued]:
     queue = {}
     for line in shown.splitlines():
         job_id, state, reason, elapsed, nodes = line.strip().split("|", 4)
-        queue[job_id] = Queued(state, reason, elapsed, nodes)
+        # A job that Slurm has not looked at yet has the reason None.
+        queue[job_id] = Queued(state, reason if reason != "None" else "", elapsed, nodes)
     wanted = set(job_ids)
     return {job_id: queued for job_id, queued in queue.items() if job_id in wanted}
 
@@ -222,10 +225,10 @@ def read_queue(job_ids: Iterable[str]) -> dict[str, Queued]:
 def find_state(
     status: dict[str, Any], submission: dict[str, Any], queued: Queued | None
 ) -> tuple[str, str]:
-    """The state that people care about, and why.
+    """The state of a job, as `status.py` shows it, and the reason.
 
-    The status file is the job's own word: one that has ended stays in the queue until its nodes are
-    free. Only the queue knows of jobs that could not speak, or that somebody has put back.
+    The status file decides for a job that has ended: it stays in the queue until its nodes are
+    free. The queue decides for one that died without writing status.json, or that was requeued.
     """
     state, error = status["state"], str(status.get("error", ""))
     if state in ("done", "failed") and (queued is None or queued.state != "PENDING"):
@@ -237,23 +240,25 @@ def find_state(
         return ("waiting" if state == "interrupted" else state), ""
     if queued is None or queued.state not in ACTIVE:
         if queued is not None and queued.state != "COMPLETED":
-            return "stopped", f"Slurm says {queued.state} ({queued.reason})"
+            reason = f" ({queued.reason})" if queued.reason else ""
+            return "stopped", f"Slurm says {queued.state}{reason}"
         return "stopped", "no longer in the queue"
     if queued.state in ("RUNNING", "COMPLETING") and state != "waiting":
         return "running", f"{queued.elapsed} on {queued.nodes}"
     if queued.reason == "DependencyNeverSatisfied":
-        return "stopped", "a job that it waits for failed"
-    requeued = "again, " if status["attempts"] else ""
-    return "waiting", f"{requeued}{queued.reason}"
+        return "stopped", "a job that it depends on failed"
+    return "waiting", ", ".join(
+        filter(None, ("again" if status["attempts"] else "", queued.reason))
+    )
 
 
-# The shell must outlive the signals that its processes answer; a trap that does nothing is not
+# The shell must survive the signals that its processes handle; a trap that does nothing is not
 # inherited, as ignoring them would be.
 TRAP = "trap : TERM USR1 USR2"
 
 
-def _step(name: str, index: Path) -> str:
-    return shlex.join([sys.executable, "-u", "-m", "slurm.attempt", name, str(index)])
+def _step(name: str, index: Path, python: Sequence[str] = (sys.executable,)) -> str:
+    return shlex.join([*python, "-u", "-m", "slurm.attempt", name, str(index)])
 
 
 def batch_options(
@@ -286,18 +291,18 @@ KEEP_NONE = ("time", "wckey")  # None here means: not submitit's default either
 
 def script_text(array: Array, folder: Path, parallel: int, dependency: str | None = None) -> str:
     """The batch script of an array, as submitit writes it."""
+    # Private, and needed: SlurmExecutor, which calls it, exists only where srun does.
     from submitit.slurm.slurm import _make_sbatch_string
 
     index = folder / "index.json"
     count = len(array.jobs) if len(array.jobs) > 1 else None
     options = batch_options(array, index, parallel, dependency)
-    return _make_sbatch_string(
-        command=_step("run", index), folder=folder, map_count=count, **options
-    )
+    command = _step("run", index, array.resources.python)
+    return _make_sbatch_string(command=command, folder=folder, map_count=count, **options)
 
 
 def check_with_slurm(array: Array, folder: Path, parallel: int) -> None:
-    """Lets sbatch say what it would refuse, while nothing is queued."""
+    """Has sbatch check the script before anything is queued."""
     text = script_text(array, folder, parallel)
     script = folder / "test.sh"
     script.write_text(text, encoding="utf-8")
@@ -327,17 +332,17 @@ def submit_array(array: Array, folder: Path, parallel: int, dependency: str | No
     index = folder / "index.json"
 
     class Executor(SlurmExecutor):
-        """submitit's, with a command of ours."""
+        """submitit's, with our command instead of its own; submitit has no public way to say it."""
 
         @property
         def _submitit_command_str(self) -> str:
-            return _step("run", index)
+            return _step("run", index, array.resources.python)
 
     executor = Executor(folder)
     executor.update_parameters(**batch_options(array, index, parallel, dependency))
     folders = [Path(text) for text in json.loads(index.read_text(encoding="utf-8"))]
     try:
-        # What is pickled says what the job is to whoever opens it with submitit.
+        # submitit needs something to pickle; this one loads the job.
         if len(folders) == 1:
             jobs = [executor.submit(load_job, folders[0])]
         else:

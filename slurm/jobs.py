@@ -3,7 +3,7 @@
 job.json        the command, written before anything is queued
 submission.json which queue has it, under which number
 status.json     waiting, running, interrupted, done or failed; every attempt; the last error
-rank-A-R.json   how process R of attempt A ended; cause-A.json: the first that did not end well
+rank-A-R.json   how process R of attempt A ended; cause-A.json: the first that failed or was stopped
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from instdisc.names import DATA_VARIABLE, RUNS_VARIABLE, VOC_VARIABLE
 from instdisc.runs.folders import make_private, runs_root, write_json
 
 State = Literal["waiting", "running", "interrupted", "done", "failed"]
-# What a run writes when it gets on; logs and configs are written by every attempt.
-PROGRESS_FILES = re.compile(r".*\.(pt|pth)|result.*\.json|last_checkpoint|report\.json")
+# What a run writes when it makes progress; logs and configs are written by every attempt.
+PROGRESS_FILES = re.compile(r".*\.(pt|pth|npy)|result.*\.json|last_checkpoint|report\.json")
 KEPT_VARIABLES = (RUNS_VARIABLE, DATA_VARIABLE, VOC_VARIABLE)
 
 
@@ -34,7 +34,7 @@ def jobs_root() -> Path:
 
 
 def safe_name(name: str) -> str:
-    """A name as a folder: no two names share one, and no shell sees anything in it."""
+    """A name as a folder: different for different names, with nothing that a shell expands."""
     plain = re.sub(r"[^\w.=+-]+", "-", name, flags=re.ASCII).strip("-.") or "job"
     if plain == name and len(name) <= 100:
         return name
@@ -52,6 +52,9 @@ class Job:
         run: the folder that the command writes to.
         produces: a file or folder without which it is not done, whatever the status says.
         after: names of the jobs that must be done before.
+        failed_flag: flag of the command that names jobs which failed. With it the job starts when
+            those before it have ended, however they ended, and is told which are not done.
+        workers: loader processes of each of its processes; as is usual for the task if None.
         images: how many images go through the network, for the estimate.
         arch: which network, for the estimate.
     """
@@ -62,6 +65,8 @@ class Job:
     run: str
     produces: str | None = None
     after: tuple[str, ...] = ()
+    failed_flag: str = ""
+    workers: int | None = None
     images: float = 0.0
     arch: str = "resnet50"
 
@@ -70,12 +75,16 @@ class Job:
         return root / safe_name(self.name)
 
     def is_done(self, root: Path) -> bool:
-        """Whether this very command ended well, and what it made is still there."""
+        """Whether this command ended well, and what it made is still there and up to date."""
         folder = self.folder(root)
+        status = read_status(folder)
         made = self.produces is None or Path(self.produces).exists()
-        if not made or read_status(folder)["state"] != "done":
+        if not made or status["state"] != "done" or load_job(folder).argv != self.argv:
             return False
-        return load_job(folder).argv == self.argv
+        # It does not need the others to be done, so one of them may have ended since.
+        others = self.after if self.failed_flag else ()
+        ends = [read_status(root / safe_name(name)).get("updated", 0) for name in others]
+        return max(ends, default=0) <= status["updated"]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -88,7 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes a folder and proves that it can be written to, before anything is queued."""
+    """Makes a folder and checks that it can be written to, before anything is queued."""
     probe = folder / f".probe-{os.getpid()}"
     try:
         make_private(folder)
@@ -110,7 +119,7 @@ def save_job(job: Job, root: Path) -> Path:
     (folder / "submission.json").unlink(missing_ok=True)
     values = dataclasses.asdict(job)
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if os.environ.get(name)}
-    write_json(folder / "job.json", {**values, "cwd": str(Path.cwd()), "environment": kept})
+    write_json(folder / "job.json", {**values, "environment": kept})
     write_status(folder, {"state": "waiting", "attempts": []})
     return folder
 
@@ -136,6 +145,14 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {"state": "waiting", "attempts": [], **_read(folder / "status.json")}
 
 
+def command_line(folder: Path) -> list[str]:
+    """Arguments of a job's command, with the jobs before it that are not done if it wants them."""
+    job = load_job(folder)
+    states = {name: read_status(folder.parent / safe_name(name))["state"] for name in job.after}
+    failed = [name for name, state in states.items() if state != "done"]
+    return [*job.argv, *([job.failed_flag, *failed] if job.failed_flag and failed else [])]
+
+
 def write_status(folder: Path, status: dict[str, Any]) -> None:
     """Writes it atomically."""
     write_json(folder / "status.json", {**status, "updated": time.time()})
@@ -147,7 +164,7 @@ def read_submission(folder: Path) -> dict[str, Any]:
 
 
 def write_submission(folder: Path, **values: Any) -> None:
-    """Says which queue has the job."""
+    """Records which queue has the job."""
     write_json(folder / "submission.json", {**values, "time": time.time()})
 
 
@@ -173,13 +190,13 @@ def refuse_if_running_here(job: Job, root: Path) -> None:
 
 
 def read_records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
-    """How each process of an attempt ended, by rank; those that were killed left nothing."""
+    """How each process of an attempt ended, by rank; killed processes have no record."""
     found = folder.glob(f"rank-{attempt}-*.json")
     return {int(path.stem.rpartition("-")[2]): _read(path) for path in found}
 
 
 def read_cause(folder: Path, attempt: int) -> dict[str, Any]:
-    """The first process of an attempt that did not end well."""
+    """The first process of an attempt that failed or was stopped."""
     try:
         return _read(folder / f"cause-{attempt}.json")
     except UserError:  # killed while it wrote
@@ -187,7 +204,7 @@ def read_cause(folder: Path, attempt: int) -> dict[str, Any]:
 
 
 def write_record(folder: Path, attempt: int, rank: int, record: dict[str, Any]) -> None:
-    """Says how a process ended; the first that ends badly is the cause for all others."""
+    """Records how a process ended; the first that is not done is the cause of the others' end."""
     if record["outcome"] != "done":
         cause = folder / f"cause-{attempt}.json"
         with contextlib.suppress(FileExistsError), cause.open("x", encoding="utf-8") as file:
@@ -210,7 +227,7 @@ def progress_of(run: str | Path) -> int:
 
 
 def is_stuck(status: dict[str, Any], progress: int) -> bool:
-    """Whether the last two attempts were both stopped without having got on at all."""
+    """Whether the last two attempts were both stopped without any progress."""
     last = status["attempts"][-2:]
     return (
         len(last) == 2

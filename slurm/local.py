@@ -24,15 +24,44 @@ POLL = 0.1
 Say = Callable[[str], None]
 
 
-class LocalJob:
-    """The processes of one attempt at a job."""
+def share_cores(cores: Sequence[int], number: int, parts: int) -> list[int]:
+    """The cores of one of so many parts; one that others have too where there are too few."""
+    first, last = (len(cores) * part // parts for part in (number, number + 1))
+    return list(cores[first:last]) or [cores[number % len(cores)]]
 
-    def __init__(self, job: Job, folder: Path, resources: Resources, number: int) -> None:
-        self.job, self.folder, self.number = job, folder, number
+
+def allowed_cores() -> list[int]:
+    """The cores of this process; none where the system does not tell (macOS)."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+@contextlib.contextmanager
+def _pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Processes that are started here stay on these cores: they inherit the place of this one."""
+    before = allowed_cores()
+    if not (before and cores):
+        yield
+        return
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+class LocalJob:
+    """The processes of one attempt at a job, on cores of its own; torch has a thread for each."""
+
+    def __init__(
+        self, job: Job, folder: Path, resources: Resources, number: int, cores: Sequence[int] = ()
+    ) -> None:
+        self.job, self.folder, self.number, self.cores = job, folder, number, cores
         self.num_processes = resources.num_processes
         begin(folder, number=number, job_id=str(os.getpid()), log=str(folder / "log"))
         shared = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
         shared = {name: value for name, value in shared.items() if not name.startswith("SLURM_")}
+        if self.num_processes > 1 and cores:
+            shared.setdefault("OMP_NUM_THREADS", str(max(1, len(cores) // self.num_processes)))
         port = choose_port(os.getpid(), number + hash(job.name) % 1000)
         self.asked: float | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -45,23 +74,15 @@ class LocalJob:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            # Of the two streams one file, so that an error stands below what led to it.
-            with (folder / f"log-{rank}.txt").open("ab") as log:
+            # Both streams in one file, so that an error is below what led to it.
+            with (folder / f"log-{rank}.txt").open("ab") as log, _pinned(cores):
                 self.processes.append(
                     subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-u",
-                            "-m",
-                            "slurm.attempt",
-                            "local",
-                            str(folder),
-                            str(number),
-                        ],
+                        [sys.executable, "-u", "-m", "slurm.attempt", "local", folder, str(number)],
                         stdout=log,
                         stderr=log,
                         env={**shared, **(own if self.num_processes > 1 else {})},
-                        start_new_session=True,  # Ctrl-C reaches us, and we pass it on once
+                        start_new_session=True,  # Ctrl-C reaches this process, which stops them
                     )
                 )
 
@@ -84,7 +105,7 @@ class LocalJob:
             self.stop()
         if any(code is None for code in codes):
             return None
-        # A signal as srun tells it.
+        # A signal as srun returns it.
         worst = max((code if code >= 0 else 128 - code) for code in codes if code is not None)
         return finish(self.folder, number=self.number, code=worst, num_processes=self.num_processes)
 
@@ -104,7 +125,7 @@ def _listening(flag: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ending(running: list[LocalJob]) -> Iterator[None]:
-    """Leaves no process behind, should something go wrong here."""
+    """Stops all processes, also after an error here."""
     try:
         yield
     finally:
@@ -120,7 +141,7 @@ def run_local(
     parallel: int,
     say: Say,
 ) -> int:
-    """Runs a graph with at most `parallel` jobs at a time.
+    """Runs a graph with at most `parallel` jobs at a time, each on its share of the cores.
 
     Args:
         jobs: what is left to do, parents before children; parents that are missing are done.
@@ -142,6 +163,8 @@ def run_local(
     waiting = {job.name: job for job in jobs}
     attempts = dict.fromkeys(waiting, 0)
     running: list[LocalJob] = []
+    allowed = allowed_cores()
+    shares = [share_cores(allowed, slot, parallel) if allowed else [] for slot in range(parallel)]
     failed: set[str] = set()
     signals: list[int] = []
     with _listening(signals), _ending(running):
@@ -151,7 +174,7 @@ def run_local(
                 for local in running:
                     local.stop()
             for job in list(waiting.values()):
-                if broken := failed & set(job.after):
+                if not job.failed_flag and (broken := failed & set(job.after)):
                     message = f"not started: {', '.join(sorted(broken))} failed"
                     fail(job.folder(root), message)
                     say(f"{job.name}: {message}")
@@ -161,19 +184,22 @@ def run_local(
                 if len(running) < parallel and not open_parents & set(job.after):
                     del waiting[job.name]
                     say(f"{job.name}: started, log in {job.folder(root)}")
-                    wanted = resources[job.task]
-                    running.append(LocalJob(job, job.folder(root), wanted, attempts[job.name]))
+                    wanted, cores = resources[job.task], shares.pop(0)
+                    running.append(
+                        LocalJob(job, job.folder(root), wanted, attempts[job.name], cores)
+                    )
             for local in list(running):
                 outcome = local.poll()
                 if outcome is None:
                     continue
                 running.remove(local)
+                shares.append(list(local.cores))
                 name = local.job.name
-                say(f"{name}: {_tell(outcome, local.folder)}")
+                say(f"{name}: {_describe(outcome, local.folder)}")
                 if outcome == "failed":
                     failed.add(name)
                 elif outcome == "interrupted" and not signals:
-                    attempts[name] += 1  # somebody stopped it and not us: once more
+                    attempts[name] += 1  # stopped from outside: start it again
                     waiting = {name: local.job, **waiting}
             time.sleep(POLL)
     if signals:
@@ -182,7 +208,7 @@ def run_local(
     return 1 if failed else 0
 
 
-def _tell(outcome: str, folder: Path) -> str:
+def _describe(outcome: str, folder: Path) -> str:
     status = read_status(folder)
     return f"{outcome}: {status['error']}" if outcome == "failed" else outcome
 

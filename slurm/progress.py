@@ -30,8 +30,8 @@ class StatusConfig(CommandConfig):
       python slurm/status.py                     all jobs of this folder's runs/
       python slurm/status.py table1 seed0        those with both words in their names
       python slurm/status.py --json              for programs
-    A job is `stopped` when it left the queue without an end of its own: cancelled, its
-    node lost, or a job that it waited for failed. Submitting it again goes on.
+    A job is `stopped` when it left the queue without having ended: cancelled, its node
+    lost, or a job that it depends on failed. Submit it again to go on.
     """
 
     jobs: Path | None = option(None, "folder of all jobs; runs/slurm if not given", metavar="DIR")
@@ -58,7 +58,7 @@ class JobStatus:
 
 
 def read_progress(run: Path) -> dict[str, Any]:
-    """The latest epoch, loss and kNN accuracy that a run has written, wherever below its folder."""
+    """The latest epoch, loss and kNN accuracy in the metrics files of a run folder."""
     # Detectron2 calls its file metrics.json, and an epoch an iteration.
     names = ("metrics.jsonl", "*/metrics.jsonl", "*/metrics.json")
     files = [file for name in names for file in run.glob(name)]
@@ -68,7 +68,7 @@ def read_progress(run: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         rows = read_jsonl(newest)
-    except UserError:  # a line that is being written is no reason to show nothing
+    except UserError:  # its last line is being written
         return {}
     shown = ("epoch", "loss", "epoch_loss", "knn_recomputed", "iteration", "total_loss")
     for row in rows:
@@ -98,7 +98,7 @@ def describe_progress(found: dict[str, Any]) -> str:
 
 
 def read_statuses(root: Path, words: Sequence[str] = ()) -> list[JobStatus]:
-    """All jobs below a folder, in the order in which their states are worth a look."""
+    """All jobs below a folder, by state in the order of ORDER, then by name."""
     folders = sorted(path.parent for path in root.glob("*/job.json"))
     jobs: dict[Path, Job] = {folder: load_job(folder) for folder in folders}
     jobs = {f: job for f, job in jobs.items() if all(word in job.name for word in words)}

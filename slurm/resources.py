@@ -1,12 +1,14 @@
-"""What a job asks the cluster for: flags, slurm.toml, and the sbatch options made of them.
+"""What a job asks the cluster for: flags, slurm.toml, and the options of sbatch and srun from them.
 
-There are no defaults that fit one site only: what is not given is left to Slurm.
+No default fits one site only. What is not given is left to Slurm, except the cores of GPU processes
+(`with_cores`): Slurm's own default is one core, which the loader's workers would have to share.
 """
 
 import dataclasses
 import functools
 import os
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -20,6 +22,7 @@ from instdisc.errors import UserError
 TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?")
 CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")
 MEMORY = re.compile(r"\d+[KMGT]B?")
+GPU_REQUEST = re.compile(r"[a-z][a-z-]*=([^{}]|\{gpus\})+")
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -50,10 +53,13 @@ class ResourceFlags:
     nodes: int = _resource(1, "machines")
     gpus: int = _resource(0, "GPUs on each node, one process for each")
     tasks: int = _resource(1, "processes on each node where no GPUs are asked for (gloo)")
-    cpus: int | None = _resource(None, "cores for each process")
+    cpus: int | None = _resource(
+        None,
+        "cores for each process; if not given, with GPUs 1 and 1 per loader worker, at least 4",
+    )
     mem: str | None = _resource(None, "memory of each node, such as 64G")
     time: str | None = _resource(
-        None, "time limit: 90m, 24h, 2d; a job that reaches it saves, is queued again and goes on"
+        None, "time limit: 90m, 24h, 2d; a job that reaches it saves, is requeued and goes on"
     )
     signal_delay: int = _resource(120, "seconds before the time limit at which a job saves")
     partition: str | None = _resource(None, "partition")
@@ -66,13 +72,24 @@ class ResourceFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources(ResourceFlags):
-    """One job's share of a cluster: flags over slurm.toml over defaults."""
+    """One job's share of a cluster: flags over slurm.toml over defaults; these by slurm.toml only.
 
-    setup: tuple[str, ...] = ()  # lines of shell before the command; slurm.toml only
-    sbatch: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # slurm.toml only
+    Attributes:
+        setup: lines of shell before the command.
+        sbatch: more options of sbatch, by name.
+        srun: more arguments of srun.
+        python: what starts Python in the processes of srun; the submitting one if not given.
+        gpu_request: the option of sbatch that asks for GPUs; {gpus} is their number on a node.
+    """
+
+    setup: tuple[str, ...] = ()
+    sbatch: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    srun: tuple[str, ...] = ()
+    python: tuple[str, ...] = (sys.executable,)
+    gpu_request: str = "gpus-per-node={gpus}"
 
     def __post_init__(self) -> None:
-        """Refuses what Slurm would, and what would end a line of the batch script."""
+        """Refuses what Slurm would refuse, and text that would end its line of the script."""
         for name in ("nodes", "tasks", "cpus", "signal_delay"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,7 +107,15 @@ class Resources(ResourceFlags):
                     f"--time {self.time} ends before --signal-delay {self.signal_delay} s: the job "
                     "would be told to stop as it starts; raise one or lower the other"
                 )
+        if not GPU_REQUEST.fullmatch(self.gpu_request):
+            raise UserError(
+                f"gpu-request = {self.gpu_request!r}: write an sbatch option without its dashes, "
+                'such as "gres=gpu:{gpus}"'
+            )
+        if not self.python:
+            raise UserError('python = []: name a command, such as ["python"], or leave it out')
         words = [str(part) for item in self.sbatch.items() for part in item]
+        words += [*self.srun, *self.python]
         for text in [v for v in vars(self).values() if isinstance(v, str)] + words:
             check_text(text)
 
@@ -105,11 +130,15 @@ class Resources(ResourceFlags):
         return self.nodes * self.processes_per_node
 
     def for_one_process(self) -> "Resources":
-        """The same for a command that nothing can share; it keeps one GPU if there are any."""
+        """The same for a command of one process; it keeps one GPU if there are any."""
         return dataclasses.replace(self, nodes=1, tasks=1, gpus=min(self.gpus, 1))
 
+    def with_cores(self, count: int) -> "Resources":
+        """The same with so many cores for each process, if it has a GPU and no number was given."""
+        return dataclasses.replace(self, cpus=count) if self.gpus and self.cpus is None else self
+
     def describe(self) -> str:
-        """In a few words."""
+        """One line: nodes, GPUs or slots, partition, time."""
         slot = f"{self.gpus} GPU{'s' * (self.gpus > 1)}" if self.gpus else f"{self.tasks} CPU slot"
         where = f" in {self.partition}" if self.partition else ""
         limit = f", {self.time} each time" if self.time else ""
@@ -121,7 +150,6 @@ class Resources(ResourceFlags):
         options: dict[str, Any] = {
             "nodes": self.nodes,
             "ntasks_per_node": self.processes_per_node,
-            "gpus_per_node": self.gpus or None,
             "cpus_per_task": self.cpus,
             "time": minutes,  # None: submitit would otherwise ask for five minutes
             "signal_delay_s": self.signal_delay,
@@ -130,6 +158,9 @@ class Resources(ResourceFlags):
         names = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
         options |= {name: getattr(self, name) for name in names}
         extra = {"requeue": True, "kill-on-invalid-dep": "yes", **self.sbatch}
+        if self.gpus:
+            name, _, value = self.gpu_request.format(gpus=self.gpus).partition("=")
+            extra[name] = value
         if self.mem is not None:
             extra["mem"] = self.mem
         return {**options, "additional_parameters": extra}
@@ -138,11 +169,12 @@ class Resources(ResourceFlags):
         """One process that ends badly ends the step; a requeued job keeps its log."""
         words = ["--kill-on-bad-exit=1", "--open-mode=append"]
         # Since 22.05 srun does not take this over from sbatch.
-        return words + ([f"--cpus-per-task={self.cpus}"] if self.cpus else [])
+        words += [f"--cpus-per-task={self.cpus}"] if self.cpus else []
+        return words + list(self.srun)
 
 
 def check_text(text: str) -> None:
-    """Refuses text that would not stay on its line of the batch script."""
+    """Refuses text with a line break, which would end its line of the batch script."""
     if CONTROL.search(text):
         raise UserError(f"{text!r} has a line break or control character in it: remove it")
 
@@ -177,7 +209,7 @@ def _checked(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
             known = ", ".join(field.replace("_", "-") for field in hints)
             raise UserError(f"{path}: unknown key {raw}: use {known}, or a table per task")
         hint = hints[name]
-        if name == "setup":
+        if hint == tuple[str, ...]:
             fits = isinstance(value, list) and all(isinstance(line, str) for line in value)
             value = tuple(value) if fits else value
         elif name == "sbatch":

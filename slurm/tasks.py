@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,23 @@ class Task:
         module: where its `main(argv)` is.
         help: what it does, for the list of tasks.
         distributed: whether several processes can share it; otherwise it gets one.
-        stand_in: flags that spare the check on the login node what only torch could find out; the
-            job itself never sees them.
+        stand_in: flags that the check on the login node uses for what only torch could find out;
+            the job itself does not get them.
+        workers: loader processes of each process, unless its flags say otherwise.
+        all_cores: whether its one process uses every core it gets, and so wants those of a node.
     """
 
     module: str
     help: str
     distributed: bool = True
     stand_in: tuple[str, str] | None = None
+    workers: int = 4
+    all_cores: bool = False
 
     @property
-    def exists(self) -> bool:
-        """Whether this version of the project has it."""
-        return importlib.util.find_spec(self.module) is not None
+    def script(self) -> str:
+        """Path of the script in the checkout."""
+        return self.module.replace(".", "/") + ".py"
 
     def load_main(self) -> Callable[[Sequence[str]], int]:
         """The command, imported; it imports torch only when it runs."""
@@ -41,16 +44,19 @@ class Task:
 
 TASKS = {
     "pretrain": Task("pretrain.run", "train a backbone"),
-    "export": Task("pretrain.export", "convert it for other libraries", distributed=False),
+    "export": Task("pretrain.export", "convert it for other libraries", False, workers=0),
     "knn": Task("transfer.knn", "weighted nearest neighbours"),
+    "fewshot": Task("transfer.fewshot", "few-shot episodes, nearest class mean"),
     "linear": Task("transfer.linear", "linear probes on conv1..conv5"),
+    "voc_svm": Task("transfer.voc_svm", "VOC07 classification, full and low-shot"),
     # Which recipe fits is written in the network's file, which torch must read.
     "semisup": Task("transfer.semisup", "fine-tune with few labels", True, ("--recipe", "paper")),
     "retrieve": Task("transfer.retrieve", "the retrieval figure"),
-    "proposals": Task("transfer.proposals", "selective search", distributed=False),
-    "detect": Task("transfer.detect", "detection on VOC07"),
-    "suite": Task("transfer.suite", "every task for one backbone", distributed=False),
-    "report": Task("transfer.report", "tables and figures", distributed=False),
+    "embed": Task("transfer.embed", "features of a folder as .npy and .csv"),
+    "proposals": Task("transfer.proposals", "selective search", False, workers=0, all_cores=True),
+    "detect": Task("transfer.detect", "detection on VOC and COCO"),
+    "suite": Task("transfer.suite", "every task for one backbone", False),
+    "report": Task("transfer.report", "tables and figures", False, workers=0),
 }
 
 
@@ -58,16 +64,14 @@ def find_task(name: str) -> Task:
     """The task of that name."""
     if name not in TASKS:
         raise UserError(f"no task {name!r}: choose one of {', '.join(TASKS)}, or study")
-    if not TASKS[name].exists:
-        raise UserError(f"this version has no {TASKS[name].module.replace('.', '/')}.py: update it")
     return TASKS[name]
 
 
 def check_arguments(name: str, argv: Sequence[str]) -> Any:
-    """The command's own config, made from its arguments and thrown away by all but `status`.
+    """The command's own config, made from its arguments.
 
     Raises:
-        SystemExit: the command refuses them; it has said why.
+        SystemExit: the command refuses them; it has printed why.
     """
     task = find_task(name)
     words = list(argv)
@@ -86,7 +90,7 @@ def run_folder(name: str, config: Any) -> Path:
         return Path(config.output)
     folder = runs_root() / name
     if name == "pretrain":
-        return folder / config.arch
+        return folder / config.arch.replace(":", "-")
     if name == "detect":
         return folder / config.run_name
     weights = str(getattr(config, "weights", None) or "")

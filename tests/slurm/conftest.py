@@ -44,6 +44,7 @@ MaxArraySize={max_array}
 SchedulerParameters=sched_interval=2,sched_min_interval=200000,bf_interval=2
 MinJobAge=300
 KillWait={kill_wait}
+SlurmdTimeout=20
 InactiveLimit=0
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -93,8 +94,21 @@ class Cluster:
 
     folder: Path
     daemons: list["subprocess.Popen[bytes]"]
+    nodes: dict[str, "subprocess.Popen[bytes]"] = dataclasses.field(default_factory=dict)
 
-    def start(self, *command: str | Path) -> None:
+    def start_node(self, name: str) -> None:
+        """Starts a node, for the first time or again."""
+        conf = self.folder / "slurm.conf"
+        self.nodes[name] = self.start("slurmd", "-D", "-f", conf, "-N", name)
+
+    def lose_node(self, name: str, pids: list[int]) -> None:
+        """A node vanishes: its daemon and the processes of its jobs, at once and without a word."""
+        self.nodes[name].kill()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self.nodes[name].wait(timeout=10)
+
+    def start(self, *command: str | Path) -> "subprocess.Popen[bytes]":
         """Starts a daemon in the foreground, so that its process is ours to end."""
         with (self.folder / "daemons.log").open("ab") as log:
             words = [str(word) for word in command]
@@ -102,6 +116,7 @@ class Cluster:
             end_with_parent = functools.partial(LIBC.prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
             process = subprocess.Popen(words, stdout=log, stderr=log, preexec_fn=end_with_parent)
             self.daemons.append(process)
+            return process
 
     def stop(self) -> None:
         """Ends the jobs, the daemons, the last started first, and what they left."""
@@ -189,7 +204,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         wait_for((folder / "munge.socket").exists, 10, "munged")
         cluster.start("slurmctld", "-D", "-f", folder / "slurm.conf")
         for node in ("n1", "n2"):
-            cluster.start("slurmd", "-D", "-f", folder / "slurm.conf", "-N", node)
+            cluster.start_node(node)
         wait_for(lambda: cluster.idle_nodes() == 2, 30, "two idle nodes")
         yield cluster
     finally:

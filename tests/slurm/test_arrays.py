@@ -1,5 +1,6 @@
 """Every wait of the graph is in the arrays' dependencies, and nothing waits without a reason."""
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -80,3 +81,10 @@ def test_jobs_of_an_earlier_submission_are_waited_for_by_number() -> None:
     plan = plan_arrays(reads, RESOURCES, max_size=10, queued={"old": "12_3"})
     found = {array.jobs[0].name: array.queued for array in plan}
     assert found == {"a": ("12_3",), "b": (), "new": ()}
+
+
+def test_a_job_that_names_what_failed_starts_however_the_others_ended() -> None:
+    runs = [job(f"run{i}", "pretrain") for i in range(3)]
+    last = dataclasses.replace(job("report", "report", "run0", "run2", "old"), failed_flag="--x")
+    plan = plan_arrays([*runs, last], RESOURCES, max_size=10, queued={"old": "12"})
+    assert plan[1].dependency(["70"], [3, 1]) == "afterany:70_0,afterany:70_2,afterany:12"

@@ -217,6 +217,25 @@ def test_a_signal_outside_any_loop_ends_the_process_at_once(folder: Path, number
     assert json.loads((folder / "rank-0-0.json").read_text())["outcome"] == "interrupted"
 
 
+IN_A_PRINT = """
+import io, os, signal
+class Raw(io.FileIO):
+    def write(self, data):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(data)
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Raw(1, "w")))
+print("text", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_signal_in_the_middle_of_a_print(folder: Path) -> None:
+    process = run_body(folder, f"exec({IN_A_PRINT!r}, globals())")
+    process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert json.loads((folder / "rank-0-0.json").read_text())["outcome"] == "interrupted"
+
+
 def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, code: int) -> Path:
     log = tmp_path / "asked"
     script = tmp_path / "bin" / "scontrol"

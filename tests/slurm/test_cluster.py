@@ -176,6 +176,36 @@ def test_a_killed_process_fails_the_job_and_submitting_again_goes_on(user: User)
     assert "going on after step" in log
 
 
+def test_a_job_whose_node_vanishes_is_requeued_and_ends_the_same(user: User) -> None:
+    """First the node of its second process, then the one that runs its batch script too."""
+    flags = ["pretrain", *PRETRAIN, "--epochs", "3", "--save-minutes", "0", "--output"]
+    user.submit("--nodes", "2", "--name", "disturbed", *flags, str(user.runs / "disturbed"))
+    job = user.job_id("disturbed")
+    for node, rows in (("n2", 2), ("n1", 8)):
+        wait_for(lambda rows=rows: user.rows("disturbed") >= rows, 240, f"{rows} steps")
+        try:
+            user.cluster.lose_node(node, _processes_on(user, node))
+            wait_for(lambda: user.cluster.state(job) != "RUNNING", 120, "the loss to be noticed")
+        finally:
+            user.cluster.start_node(node)
+    # A node that is back may still end what it had of the job, and with it the next attempt.
+    assert user.wait("disturbed", "done").attempts >= 3
+    assert "rank 1 of 2 (process" in user.logs()
+    user.submit("--nodes", "2", "--name", "calm", *flags, str(user.runs / "calm"))
+    assert user.wait("calm", "done").attempts == 1
+    assert_same_weights(user.runs / "calm" / "last.pt", user.runs / "disturbed" / "last.pt")
+
+
+def _processes_on(user: User, node: str) -> list[int]:
+    """Processes of jobs on a node, and the daemons that started them."""
+    found = []
+    for pid in user.cluster.left_over():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"SLURMD_NODENAME={node}".encode() in variables:
+            found += [pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])]
+    return sorted(set(found) - {1, os.getpid()}, reverse=True)
+
+
 def _rank(pid: int) -> str | None:
     """Rank of a process that srun started; srun itself has none."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
@@ -218,7 +248,7 @@ def test_an_array_larger_than_the_limit_is_cut(
     arrays = {job_id.partition("_")[0] for job_id in ids}
     assert len(arrays) == 2
     held = subprocess.run(["squeue", "-h", "-r", "-o", "%i"], capture_output=True, text=True)
-    assert len(held.stdout.split()) == 18
+    assert len(held.stdout.split()) == 20
     subprocess.run(["scancel", *held.stdout.split()], check=True)
 
 
@@ -303,3 +333,44 @@ def test_a_study_on_two_nodes_end_to_end(user: User, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     user.submit(*command)
     assert "nothing to do: 6 jobs: 6 done" in capsys.readouterr().out
+
+
+def test_a_study_with_a_job_that_fails_ends_with_a_report_that_names_it(
+    user: User, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--nodes", "2", "study", "demo", "--scale", "quick", "--skip", "detect", "--flags",
+               "pretrain=--log-every 1 --epochs 4"]  # fmt: skip
+    bad, first = "--no-such-flag", "demo-resnet18-seed0"
+    user.submit("--no-check", *command, f"semisup={bad}")
+    # A job that is requeued has not ended: the report still waits for it.
+    wait_for(lambda: user.rows("studies/seed0/demo-resnet18") >= 3, 240, "three steps")
+    subprocess.run(["scancel", "--signal=USR2", user.job_id(first)], check=True)
+    assert bad in user.wait(f"{first}-semisup", "failed").detail
+    user.wait("report", "done")
+    done = (first, f"{first}-export", f"{first}-knn")
+    assert {user.statuses()[name].state for name in done} == {"done"}
+    ends = {name: read_status(user.jobs / name)["attempts"] for name in (*done, "report")}
+    assert len(ends[first]) == 2
+    assert ends["report"][0]["started"] >= max(ends[name][-1]["ended"] for name in done)
+    page = (user.runs / "report" / "report.html").read_text("utf-8")
+    assert f"these jobs failed or were not run: {first}-semisup." in page
+    assert "knn" in page
+    capsys.readouterr()
+    user.submit("--dry-run", *command)
+    assert "5 jobs: 3 done, 2 to run" in capsys.readouterr().out
+
+
+def test_all_studies_end_with_a_report_whatever_fails(user: User, tmp_path: Path) -> None:
+    empty = tmp_path / "images"
+    empty.mkdir()
+    where = [f"--{name}={empty}" for name in ("data", "cifar", "places", "voc-root")]
+    user.submit("--tasks", "2", "study", "all", *where, "--archs", "alexnet")
+    user.wait("report", "done", seconds=1200)  # twenty jobs start, two processes each
+    others = {name: each for name, each in user.statuses().items() if name != "report"}
+    failed = {name for name, each in others.items() if each.attempts}
+    # What started has failed, all of it, and what depends on it did not start.
+    assert {"proposals", "cifar10-softmax-seed0", "imagenet-resnet18-dim32-seed0"} <= failed
+    assert {others[name].state for name in failed} == {"failed"}
+    assert {others[name].state for name in set(others) - failed} == {"stopped"}
+    page = (user.runs / "report" / "report.html").read_text("utf-8")
+    assert all(name in page for name in others)

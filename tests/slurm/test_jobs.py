@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import re
 import socket
@@ -8,6 +9,7 @@ import pytest
 from instdisc.errors import UserError
 from slurm.jobs import (
     Job,
+    command_line,
     load_job,
     prepare_folder,
     read_cause,
@@ -53,6 +55,17 @@ def test_done_means_this_command_and_what_it_made(tmp_path: Path) -> None:
     assert not job(tmp_path, "--seed", "1").is_done(root)
     (tmp_path / "run" / "backbone.pt").unlink()
     assert not first.is_done(root)
+
+
+def test_a_report_is_out_of_date_once_a_job_before_it_has_ended_since(tmp_path: Path) -> None:
+    first = job(tmp_path)
+    last = Job(name="last", task="report", argv=(), run="", after=("j",), failed_flag="--missing")
+    for each in (first, last):
+        write_status(save_job(each, tmp_path), {"state": "done", "attempts": []})
+    assert last.is_done(tmp_path)
+    write_status(first.folder(tmp_path), {"state": "failed", "attempts": []})
+    assert not last.is_done(tmp_path)
+    assert dataclasses.replace(last, failed_flag="").is_done(tmp_path)
 
 
 def test_submitting_again_clears_what_was(tmp_path: Path) -> None:
@@ -107,3 +120,16 @@ def test_a_read_only_file_system_is_named() -> None:
 def test_a_job_folder_is_private(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "jobs" / "x")
     assert (tmp_path / "jobs" / "x").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_command_is_told_which_jobs_before_it_are_not_done(tmp_path: Path) -> None:
+    names = {"a b": "done", "c": "failed", "d": "waiting"}
+    for name, state in names.items():
+        folder = save_job(Job(name=name, task="knn", argv=(), run=""), tmp_path)
+        write_status(folder, {"state": state, "attempts": []})
+    last = Job(name="last", task="report", argv=("--no-figures",), run="", after=tuple(names))
+    assert command_line(save_job(last, tmp_path)) == ["--no-figures"]
+    told = dataclasses.replace(last, failed_flag="--missing")
+    assert command_line(save_job(told, tmp_path)) == ["--no-figures", "--missing", "c", "d"]
+    fine = dataclasses.replace(told, after=("a b",))
+    assert command_line(save_job(fine, tmp_path)) == ["--no-figures"]

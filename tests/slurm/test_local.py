@@ -1,6 +1,7 @@
 """The graph on one machine: order, bound, failures, signals; and a real study of it."""
 
 import collections
+import dataclasses
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from slurm import local
-from slurm.jobs import Job, read_status, write_status
+from slurm.jobs import Job, command_line, read_status, write_status
 from slurm.resources import Resources
 
 RESOURCES = {"pretrain": Resources(), "knn": Resources()}
@@ -26,8 +27,10 @@ class FakeJob:
     events: ClassVar[list[tuple[str, str]]] = []
     running = most = 0
 
-    def __init__(self, job: Job, folder: Path, resources: Resources, number: int) -> None:
-        self.job, self.folder, self.number = job, folder, number
+    def __init__(
+        self, job: Job, folder: Path, resources: Resources, number: int, cores: list[int]
+    ) -> None:
+        self.job, self.folder, self.number, self.cores = job, folder, number, cores
         self.polls = 3
         FakeJob.running += 1
         FakeJob.most = max(FakeJob.most, FakeJob.running)
@@ -80,6 +83,34 @@ def test_at_most_n_jobs_run_and_parents_come_first(
         for parent in each.after:
             assert place["done", parent] < place["start", each.name]
     assert collections.Counter(what for what, _ in fake.events) == {"start": 9, "done": 9}
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "parts", "expected"),
+    [
+        (2, 1, [[0, 1]]),
+        (2, 2, [[0], [1]]),
+        (5, 2, [[0, 1], [2, 3, 4]]),
+        (1, 2, [[0], [0]]),
+        (2, 5, [[0], [1], [0], [1], [1]]),
+    ],
+)
+def test_jobs_at_a_time_share_the_cores(
+    num_cores: int, parts: int, expected: list[list[int]]
+) -> None:
+    cores = list(range(num_cores))
+    assert [local.share_cores(cores, number, parts) for number in range(parts)] == expected
+
+
+def test_what_is_started_on_a_core_has_one_thread_and_this_process_keeps_its_cores() -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    code = "import os, torch; print(os.sched_getaffinity(0), torch.get_num_threads())"
+    free = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    with local._pinned([core]):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=free)
+    assert done.stdout.decode().strip() == f"{{{core}}} 1", done.stderr
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_failure_stops_what_waits_for_it_and_nothing_else(
@@ -147,7 +178,8 @@ def test_a_study_without_slurm(
     runs = Path(os.environ["INSTDISC_RUNS"])
     steps = runs / "studies" / "seed0" / "demo-resnet18" / "metrics.jsonl"
     end = time.monotonic() + 240
-    while not steps.exists() and time.monotonic() < end:
+    # Before its first step, when the untrained network is measured, there is nothing to save.
+    while not (steps.exists() and '"step": 1,' in steps.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
     first.send_signal(signal.SIGINT)
     shown, _ = first.communicate(timeout=120)
@@ -174,3 +206,13 @@ def test_two_processes_on_this_machine(
     shown, _ = done.communicate(timeout=300)
     assert done.returncode == 0, shown
     assert "2 process(es) on cpu" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_job_that_names_what_failed_is_run_after_a_failure(
+    fake: type[FakeJob], tmp_path: Path
+) -> None:
+    last = dataclasses.replace(job("last", "bad", "child", "good"), failed_flag="--missing")
+    code, _ = run([job("bad"), job("good"), job("child", "bad"), last], tmp_path)
+    assert code == 1
+    assert fake.events[-1] == ("done", "last")
+    assert command_line(tmp_path / "last") == ["--missing", "bad", "child"]

@@ -48,6 +48,8 @@ def test_flags_win_over_the_task_over_the_folder_over_the_home(tmp_path: Path) -
         ("nodes = '2'", "wrong type"),
         ("nodes = true", "wrong type"),
         ("setup = 'module load x'", "wrong type"),
+        ("srun = '--mpi=none'", "wrong type"),
+        ("python = [3]", "wrong type"),
         ("nodes = ", "not TOML"),
         ("[knn]\ngpu = 1", "unknown key gpu"),
     ],
@@ -74,6 +76,10 @@ def test_a_named_file_must_be_there(tmp_path: Path) -> None:
         ({"partition": "a\nrm -r b"}, "line break"),
         ({"sbatch": {"comment": "a\nb"}}, "line break"),
         ({"sbatch": {"a\nb": 1}}, "line break"),
+        ({"srun": ("a\nb",)}, "line break"),
+        ({"python": ()}, "name a command"),
+        ({"gpu_request": "gpu"}, "gres=gpu"),
+        ({"gpu_request": "gres=gpu:{count}"}, "gres=gpu"),
     ],
 )
 def test_values_that_slurm_or_the_script_could_not_take(
@@ -95,3 +101,24 @@ def test_nothing_is_asked_for_that_was_not_given() -> None:
     given = {name for name, value in options.items() if value is not None}
     assert given == {"nodes", "ntasks_per_node", "signal_delay_s", "additional_parameters"}
     assert options["time"] is None
+
+
+def test_cores_are_asked_for_where_there_are_gpus_and_no_number_was_given() -> None:
+    assert Resources(gpus=8).with_cores(5).cpus == 5
+    assert Resources(gpus=8, cpus=2).with_cores(5).cpus == 2
+    assert Resources(tasks=2).with_cores(5).cpus is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "name", "value"),
+    [
+        ("gpus-per-node={gpus}", "gpus-per-node", "4"),
+        ("gres=gpu:a100:{gpus}", "gres", "gpu:a100:4"),
+        ("gpus-per-task=1", "gpus-per-task", "1"),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_wants_it(request_: str, name: str, value: str) -> None:
+    wanted = Resources(gpus=4, gpu_request=request_)
+    assert wanted.sbatch_options()["additional_parameters"][name] == value
+    none = Resources(gpu_request=request_).sbatch_options()
+    assert name not in none["additional_parameters"]

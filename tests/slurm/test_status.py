@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from slurm import progress, status
-from slurm.cluster import Queued, find_state
+from slurm.cluster import Queued, find_state, read_queue
 from slurm.jobs import Job, save_job, write_status, write_submission
 
 ATTEMPT = {"number": 0, "host": socket.gethostname(), "progress": 0}
 ON_SLURM = {"cluster": "slurm", "job_id": "7"}
 
 
-def queued(state: str, reason: str = "None") -> Queued:
+def queued(state: str, reason: str = "") -> Queued:
     return Queued(state, reason, "0:12", "n1")
 
 
@@ -51,6 +51,18 @@ def test_state_of_a_job_on_slurm(
     found = find_state(told, ON_SLURM, in_queue)
     assert found[0] == state
     assert reason in found[1]
+
+
+def test_a_job_that_slurm_has_not_looked_at_waits_for_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "squeue"
+    program.write_text("#!/bin/sh\necho '7|PENDING|None|0:00|'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for attempts, reason in (([], ""), ([ATTEMPT], "again")):
+        told = {"state": "waiting", "attempts": attempts}
+        assert find_state(told, ON_SLURM, read_queue(["7"])["7"]) == ("waiting", reason)
 
 
 def test_a_local_job_whose_process_is_gone_is_not_running() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 
 from slurm import submit
 from slurm.jobs import read_submission, write_status
+from slurm.resources import load_resources
+from slurm.tasks import TASKS
 
 HEAVY = ("torch", "torchvision", "timm", "detectron2", "numpy", "sklearn", "matplotlib")
 SBATCH = """\
@@ -195,10 +199,12 @@ def test_submissions_are_cut_to_the_sites_limit(fake_slurm: Path, tmp_path: Path
     for job_id in found:
         array = job_id.partition("_")[0]
         sizes[array] = sizes.get(array, 0) + 1
-    assert sorted(sizes.values()) == [2, 2, 2, 4, 4, 4]
-    assert len(set(found)) == 18
+    # Pretrainings 4 + 2; readouts of the first four correspond to them; the last run has four
+    # readouts, two of them of its untrained network, so those of the last two runs do not.
+    assert sorted(sizes.values()) == [1, 1, 1, 1, 2, 2, 4, 4, 4]
+    assert len(set(found)) == 20
     scripts = [path.read_text() for path in jobs.glob("submissions/*/*_submission.sh")]
-    assert sum("aftercorr" in text for text in scripts) == 4
+    assert sum("aftercorr" in text for text in scripts) == 2
 
 
 def test_what_is_in_the_queue_is_not_submitted_twice(
@@ -256,3 +262,135 @@ def test_resources_can_differ_between_the_tasks_of_a_study(
     assert "knn       1 node x 1 GPU" in shown
     assert "semisup   1 node x 8 GPUs" in shown
     assert "export    1 node x 1 GPU\n" in shown
+
+
+def test_dry_run_says_cores_and_workers_of_each_process(
+    no_slurm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--dry-run", "--nodes", "2", "--gpus", "8"]
+    assert submit.main([*flags, "pretrain", "--arch", "resnet50", "--workers", "9"]) == 0
+    shown = capsys.readouterr().out
+    assert "pretrain  each process: 10 cores, 9 loader workers\n" in shown
+    assert "#SBATCH --cpus-per-task=10\n" in shown
+    assert "--cpus-per-task=10 " in shown.partition("srun ")[2]
+    assert submit.main([*flags, "pretrain"]) == 0  # embedded images have no loader workers
+    assert "each process: 4 cores, 0 loader workers\n" in capsys.readouterr().out
+    assert submit.main([*flags, "--cpus", "3", "--no-check", "pretrain", "--data", "/far"]) == 0
+    assert "each process: 3 cores, 4 loader workers\n" in capsys.readouterr().out
+    assert submit.main(["--dry-run", "--tasks", "2", "pretrain"]) == 0
+    assert "each process: cores are left to Slurm, 0 loader workers" in capsys.readouterr().out
+    study = ["study", "detection", "--data", str(tmp_path), "--voc-root", str(tmp_path)]
+    assert submit.main(["--dry-run", "--gpus", "8", *study]) == 0
+    shown = capsys.readouterr().out
+    assert "detect    each process: 5 cores, 4 loader workers\n" in shown
+    assert "proposals each process: 32 cores\n" in shown  # those of eight processes
+
+
+def test_the_script_that_is_submitted_is_the_one_that_is_shown(
+    fake_slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cifar").mkdir()
+    file = tmp_path / "site.toml"
+    file.write_text('gpus = 2\npython = ["run in", "python"]\nsrun = ["--mpi=a b"]\n')
+    skip = ["--skip", "knn", "linear", "report"]
+    for command in (
+        ["--name", "one", "pretrain"],
+        ["study", "ablations", "--cifar", str(tmp_path / "cifar"), *skip],
+    ):
+        argv = ["--resources", str(file), *command]
+        capsys.readouterr()
+        assert submit.main(["--dry-run", *argv]) == 0
+        shown = capsys.readouterr().out.partition("#!/bin/bash")[2].strip()
+        assert "'--mpi=a b' 'run in' python -u -m slurm.attempt run " in shown
+        before = {*tmp_path.rglob("*_submission.sh")}
+        assert submit.main(argv) == 0
+        (script,) = {*tmp_path.rglob("*_submission.sh")} - before
+        shown = shown.replace("submissions/dry-run", f"submissions/{script.parent.name}")
+        assert script.read_text().partition("#!/bin/bash")[2].strip() == shown
+
+
+# The sites of docs/slurm.md, in its order: what each of them makes of one command.
+SITES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "plain": (
+        ("--account=vision", "--partition=gpu", "--nodes=4", "--ntasks-per-node=8", "--time=1440",
+         "--gpus-per-node=8", "--cpus-per-task=8", "--mail-type=FAIL"),
+        ("--cpus-per-task=8",),
+        ("module load cuda",),
+    ),
+    "gres": (
+        ("--partition=batch", "--nodes=1", "--ntasks-per-node=4", "--gres=gpu:v100:4", "--time=720",
+         "--cpus-per-task=8", "--mem=180G"),
+        ("--cpus-per-task=8",),
+        (),
+    ),
+    "container": (
+        ("--partition=gpu", "--ntasks-per-node=8", "--gpus-per-task=1", "--cpus-per-task=12"),
+        ("--cpus-per-task=12", "--container-image=/images/instdisc.sqsh",
+         "--container-mounts=/data,/scratch", "--mpi=none", "python"),
+        (),
+    ),
+}  # fmt: skip
+
+
+def examples(repo: Path) -> list[str]:
+    text = (repo / "docs" / "slurm.md").read_text(encoding="utf-8")
+    return re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], file: Path, *words: str) -> list[str]:
+    assert submit.main(["--dry-run", "--resources", str(file), *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_documented_site_has_the_documented_lines(
+    no_slurm: None, repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], site: str
+) -> None:
+    assert len(examples(repo)) == len(SITES)
+    file = tmp_path / "slurm.toml"
+    file.write_text(examples(repo)[list(SITES).index(site)])
+    options, arguments, setup = SITES[site]
+    lines = dry_run(capsys, file, "pretrain", "--workers", "7")
+    assert {f"#SBATCH {option}" for option in options} <= set(lines)
+    asks = [line for line in lines if re.match(r"#SBATCH --(gres|gpus)", line)]
+    assert len(asks) == 1
+    (srun,) = [line for line in lines if line.startswith("srun ")]
+    words = shlex.split(srun)
+    own = words[words.index("--open-mode=append") + 1 : words.index("-u")]
+    assert own == [*arguments, *([] if "python" in arguments else [sys.executable])]
+    assert set(setup) <= set(lines)
+    (begin,) = [line for line in lines if "slurm.attempt begin" in line]
+    assert sys.executable in begin
+
+
+def test_the_documented_site_without_gpus_for_proposals(
+    no_slurm: None, repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "slurm.toml"
+    file.write_text(examples(repo)[1])
+    lines = dry_run(capsys, file, "proposals", "make", "--split", "trainval", "test")
+    asked = {"partition=cpu", "cpus-per-task=32", "mem=64G", "ntasks-per-node=1"}
+    assert {f"#SBATCH --{option}" for option in asked} <= set(lines)
+    assert not [line for line in lines if "gres" in line]
+
+
+@pytest.mark.parametrize("words", [("export", "--weights", "random:resnet18"), ("report",)])
+def test_a_command_of_one_process_takes_one_gpu_of_the_sites_file(
+    no_slurm: None, repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:  # fmt: skip
+    file = tmp_path / "slurm.toml"
+    file.write_text(examples(repo)[0])
+    lines = dry_run(capsys, file, *words)
+    assert {"#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=1"} <= set(lines)
+
+
+def test_every_line_of_the_table_of_sites_is_read(repo: Path, tmp_path: Path) -> None:
+    text = (repo / "docs" / "slurm.md").read_text(encoding="utf-8")
+    table = text.partition("| what differs |")[2].partition("\n\n")[0]
+    lines = [line for line in re.findall(r"`([^`]+)`", table) if " = " in line]
+    assert len(lines) > 15
+    file = tmp_path / "slurm.toml"
+    for line in lines:
+        file.write_text(line)
+        load_resources({}, "pretrain", TASKS, file)
