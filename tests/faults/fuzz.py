@@ -1,11 +1,13 @@
 """Mutated files of every kind that the commands read: success or a UserError, and nothing else.
 
-    python tests/faults/fuzz.py                     all kinds, 2,000 mutations each
+    python tests/faults/fuzz.py                     20,000 mutations over all kinds
     python tests/faults/fuzz.py xml mat --count 100
 
 A reader works in a child process with bounded memory and a time limit for each file, so that a
 crash, a hang and an attempt to take all memory are found as well as an exception that no command
-would turn into one line. Exit code 1 if there was one; the file that caused it is kept.
+would turn into one line. Exit code 1 if there was one; the file that caused it is kept. A new kind
+of file needs a function that returns a `Kind`, and a line in `KINDS`. --record FILE puts the counts
+into a file of docs/results.
 """
 
 import argparse
@@ -15,10 +17,12 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -32,6 +36,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from PIL import Image
+from record import record
 
 from instdisc.cli import parse, to_dict
 from instdisc.errors import UserError, explain
@@ -43,6 +48,8 @@ SECONDS = 20  # for one file
 # Names that matter: some readers look at the ending, and one takes the image's id from the name.
 FILES = {
     "yaml": "fuzzed.yaml", "mat": "000005_boxes.mat", "images": "x.jpg", "checkpoints": "x.pt",
+    "lists": "x.csv", "tars": "x.tar", "foreign": "x.pth", "labels": "labels.txt",
+    "toml": "slurm.toml", "coco": "instances_x.json", "kit": "meta.mat",
 }  # fmt: skip
 TOKENS = (
     b"", b"\0", b"\xff" * 4, b"\x7f\xff\xff\xff", b"-1", b"1e999", b"NaN", b"null", b"[]", b"{}",
@@ -143,6 +150,59 @@ def images(folder: Path) -> Kind:
     return Kind("images", seeds, read)
 
 
+def read_set(path: Path) -> object:
+    """A set as training opens it, and each of its images."""
+    from instdisc.images.locations import locate_data
+    from instdisc.images.sets import load_images
+
+    found = load_images(locate_data(str(path)), "train")
+    for index in range(len(found)):
+        found.open(index)
+    return found.fingerprint
+
+
+def lists(folder: Path) -> Kind:
+    """Lists of images, with and without labels."""
+    names = ["a.png", "b/c.png", "b/d e.png"]
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (3, 2)).save(folder / name)
+    texts = [
+        "\n".join(names), "".join(f"{name} {len(name)}\r\n" for name in names),
+        "path,label\n" + "".join(f'"{name}",cat\n' for name in names), f"{folder}/a.png\n",
+    ]  # fmt: skip
+    return Kind("lists", [text.encode() for text in texts], read_set)
+
+
+def tars(folder: Path) -> Kind:
+    """Archives of images; half of the damaged headers get a checksum that fits."""
+    stream = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(stream, "PNG")
+    png = stream.getvalue()
+    seeds = []
+    for form in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=form) as tar:
+            for name in ("a/x.png", "b/" + "y" * 98 + "/z.png", "b/é.png", "b/x.json"):
+                header = tarfile.TarInfo(name)
+                header.size = len(png)
+                tar.addfile(header, io.BytesIO(png))
+        seeds.append(packed.getvalue())
+
+    def spoil(seed: bytes, draw: random.Random) -> bytes:
+        if draw.random() < 0.5:
+            return mutate(seed, draw)
+        data = bytearray(seed)
+        block = 512 * draw.randrange(len(data) // 512)
+        header = bytearray(mutate(bytes(data[block : block + 512]), draw)[:512].ljust(512, b"\0"))
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        data[block : block + 512] = header
+        return bytes(data)
+
+    return Kind("tars", seeds, read_set, spoil)
+
+
 def checkpoints(folder: Path) -> Kind:
     """backbone.pt as every transfer command opens it; of a network that is quickly written."""
     from torch import nn
@@ -206,10 +266,15 @@ def yaml(folder: Path) -> Kind:
     from transfer.detection.recipe import read_config
 
     seeds = []
-    for each in files("detection_configs").iterdir():
-        if each.name.endswith(".yaml"):
-            seeds.append(each.read_bytes())
-            (folder / each.name).write_bytes(each.read_bytes())
+    root = Path(str(files("detection_configs")))
+    shutil.copytree(root, folder, dirs_exist_ok=True)
+    for each in sorted(root.rglob("*.yaml")):
+
+        def from_root(base: re.Match[str], folder: Path = each.parent) -> str:
+            return f"_BASE_: {os.path.relpath(folder / base[1], root)}"
+
+        # The fuzzed file lies at the root, whatever the folder of its seed.
+        seeds.append(re.sub(r"^_BASE_: (.+)", from_root, each.read_text(), flags=re.M).encode())
     return Kind("yaml", seeds, lambda path: read_config(path))
 
 
@@ -237,6 +302,93 @@ def xml(folder: Path) -> Kind:
         return read_voc(folder, 2007, "test", names)
 
     return Kind("xml", [XML], read)
+
+
+def coco(folder: Path) -> Kind:
+    """COCO's annotations: read, then what pycocotools makes of them."""
+    from pycocotools import mask as mask_tools
+
+    from transfer.detection.coco import CocoSplit, read_coco, to_ground_truth
+    from transfer.detection.coco_ap import score
+
+    Image.new("RGB", (9, 7)).save(folder / "a.png")
+    size = {"height": 7, "width": 9}
+    noise = np.random.default_rng(0).random((7, 9)) < 0.5
+    packed = mask_tools.encode(np.asfortranarray(noise, np.uint8))["counts"].decode()
+    thing = {"image_id": 5, "category_id": 3, "iscrowd": 0, "area": 6.0, "bbox": [1, 2, 3, 2.5]}
+    masks: list[Any] = [
+        [[1, 2, 4, 2, 4, 4.5]], {"size": [7, 9], "counts": [10, 20, 33]},
+        {"size": [7, 9], "counts": packed}, {"size": [7, 9], "counts": "o1"},
+    ]  # fmt: skip
+    content = {
+        "images": [
+            {"id": 5, "file_name": "a.png", **size},
+            {"id": 6, "file_name": "a.png", **size},
+        ],
+        "categories": [{"id": 3, "name": "cat"}, {"id": 9, "name": "dog"}],
+        "annotations": [{**thing, "id": i, "segmentation": m} for i, m in enumerate(masks, 1)],
+    }
+
+    def spoil(seed: bytes, draw: random.Random) -> bytes:
+        if draw.random() < 0.4:
+            return mutate(seed, draw)
+        changed = json.loads(seed)
+        for _ in range(draw.randint(1, 2)):
+            changed = change(changed, draw)
+        return json.dumps(changed, default=str).encode()
+
+    def read(path: Path) -> object:
+        for with_masks in (True, False):
+            found = read_coco(CocoSplit(path, folder, "x"), with_masks=with_masks)
+            truth = to_ground_truth(found.records, found.categories)
+            results = [{**each, "score": 0.5} for each in truth["annotations"]]
+            score(truth, results, "bbox")
+            if with_masks:
+                for each in results:
+                    each["segmentation"] = {"size": [7, 9], "counts": "o1"}
+                score(truth, results, "segm")
+        return truth
+
+    return Kind("coco", [json.dumps(content).encode()], read, spoil)
+
+
+def classes(folder: Path) -> Kind:
+    """Which image is of which class, of Kaggle's ImageNet and of Places205, made into folders."""
+    from instdisc.images.class_folders import arrange
+    from instdisc.images.settings import ArrangeConfig
+
+    names = ["val_1.JPEG", "val_2.JPEG", "a/abbey/1.jpg", "a/arch/indoor/2.jpg"]
+    for name in names:
+        (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "images" / name).touch()
+    kaggle = "ImageId,PredictionString\nval_1,n00000001 1 2 3 4\nval_2,n00000002 1 2 3 4 \n"
+    places = "".join(f"{name} {number}\n" for number, name in enumerate(names[2:]))
+
+    def read(path: Path) -> None:
+        layout = "places205" if b"abbey" in path.read_bytes() else "imagenet-val"
+        shutil.rmtree(folder / "out", ignore_errors=True)
+        values: dict[str, Any] = {"layout": layout, "list": path, "images": folder / "images"}
+        arrange(ArrangeConfig(**values, output=folder / "out"))
+
+    return Kind("classes", [kaggle.encode(), places.encode()], read)
+
+
+def kit(folder: Path) -> Kind:
+    """The classes of ImageNet's development kit."""
+    import scipy.io
+
+    from instdisc.images.class_folders import GROUND_TRUTH, read_imagenet
+
+    rows = np.zeros((3, 1), dtype=[("ILSVRC2012_ID", object), ("WNID", object)])
+    for place in range(3):
+        rows[place, 0] = (float(place + 1), f"n0000000{place}")
+    seeds = []
+    for packed in (False, True):
+        stream = io.BytesIO()
+        scipy.io.savemat(stream, {"synsets": rows}, do_compression=packed)
+        seeds.append(stream.getvalue())
+    (folder / GROUND_TRUTH).write_text("3\n1\n2\n")
+    return Kind("kit", seeds, lambda path: list(read_imagenet(path.parent)))
 
 
 def mat(folder: Path) -> Kind:
@@ -309,15 +461,143 @@ def results(folder: Path) -> Kind:
     )  # fmt: skip
 
 
-KINDS: dict[str, Callable[[Path], Kind]] = {
-    "images": images,
-    "checkpoints": checkpoints,
-    "configs": configs,
-    "yaml": yaml,
-    "xml": xml,
-    "mat": mat,
-    "proposals": proposals,
-    "results": results,
+def listings(folder: Path) -> Kind:
+    """runs/listings: a damaged one is made anew, so it is never refused and never believed."""
+    from instdisc.images import catalog
+
+    data = folder / "data"
+    for name in ("a.png", "b.png"):
+        (data / "c").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (3, 2)).save(data / "c" / name)
+    catalog.runs_root = lambda: folder / "kept"
+    catalog.SETTLED = -(10**9)  # nobody changes these
+    good = catalog.load_listing(data)
+    (place,) = (folder / "kept" / "listings").glob("*.npz")
+
+    def read(path: Path) -> object:
+        shutil.copy(path, place)
+        found = catalog.load_listing(data)
+        # Its states and sizes are compared with the disk, its names with those of the sizes.
+        assert len(found.names) == len(found.sizes) == len(good.names)
+        return found
+
+    return Kind("listings", [place.read_bytes()], read)
+
+
+def foreign(folder: Path) -> Kind:
+    """Peers' checkpoints: zipped and older pickles, and safetensors."""
+    import torch
+
+    from instdisc.importers.api import describe
+
+    tensors = {
+        "module.conv1.weight": torch.zeros(4, 3, 3, 3),
+        "module.fc.bias": torch.zeros(4, dtype=torch.float16),
+    }
+    content = {"state_dict": tensors, "epoch": 3, "arch": "resnet18"}
+    seeds = []
+    for zipped in (True, False):
+        stream = io.BytesIO()
+        torch.save(content, stream, _use_new_zipfile_serialization=zipped)
+        seeds.append(stream.getvalue())
+    header = json.dumps(
+        {"conv1.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    ).encode()
+    seeds.append(len(header).to_bytes(8, "little") + header + bytes(16))
+    return Kind("foreign", seeds, describe)
+
+
+def archives(folder: Path) -> Kind:
+    """Official files of CIFAR-10, CIFAR-100 and Fashion-MNIST."""
+    from instdisc.images.archives import read as read_archive
+
+    record = bytes(range(10)) + bytes(3072 - 10)
+    pixels = np.zeros((2, 3072), np.uint8)
+    idx = bytes([0, 0, 8, 3]) + b"".join(n.to_bytes(4, "big") for n in (2, 4, 4)) + bytes(32)
+    forms = (
+        ("cifar10", "data_batch_1.bin", (b"\1" + record) * 2),
+        ("cifar100", "train.bin", (b"\1\2" + record) * 2),
+        ("cifar100", "train", pickle.dumps({"data": pixels, "fine_labels": [1, 2]}, 2)),
+        ("fashion-mnist", "train-images-idx3-ubyte", idx),
+    )
+
+    def read(path: Path) -> object:
+        data = path.read_bytes()
+        # Which of them it was is told by what is left of its beginning.
+        kind, name, _ = min(forms, key=lambda form: _distance(form[2][:8], data[:8]))
+        place = folder / kind / name
+        shutil.rmtree(place.parent, ignore_errors=True)
+        place.parent.mkdir()
+        place.write_bytes(data)
+        labels = bytes([0, 0, 8, 1]) + (2).to_bytes(4, "big") + b"\1\2"
+        (place.parent / "train-labels-idx1-ubyte").write_bytes(labels)
+        return read_archive(kind, place.parent, "train")
+
+    return Kind("archives", [content for _, _, content in forms], read)
+
+
+def _distance(one: bytes, other: bytes) -> int:
+    return sum(a != b for a, b in zip(one, other.ljust(8, b"\xee"), strict=True))
+
+
+def labels(folder: Path) -> Kind:
+    """Lists of labelled images, as the published ones of 1% and 10%."""
+    from instdisc.images.locations import locate_data
+    from instdisc.images.sets import load_images
+    from instdisc.images.subsets import read_list
+
+    names = [f"class{label}/{number}.png" for label in range(2) for number in range(3)]
+    for name in names:
+        place = folder / "data" / "train" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (3, 2)).save(place)
+    found = load_images(locate_data(str(folder / "data")), "train")
+    seeds = ["\n".join(names), "".join(f"x/{name} {name[5]}\r\n" for name in names)]
+    return Kind("labels", [text.encode() for text in seeds], lambda path: read_list(found, path))
+
+
+def toml(folder: Path) -> Kind:
+    """slurm.toml."""
+    from slurm.resources import load_resources
+
+    seed = b"""partition = "gpu"
+gpus = 8
+time = "24h"
+setup = ["module load cuda"]
+sbatch = {mail-type = "FAIL"}
+[pretrain]
+nodes = 4
+[knn]
+gpus = 1
+"""
+
+    def read(path: Path) -> object:
+        found = load_resources({}, "pretrain", ["pretrain", "knn"], path)
+        return found.sbatch_options(), found.srun_options(), found.describe()
+
+    return Kind("toml", [seed], read)
+
+
+# What documents call a kind, and how it is made.
+KINDS: dict[str, tuple[str, Callable[[Path], Kind]]] = {
+    "images": ("images", images),
+    "lists": ("lists of images", lists),
+    "tars": ("tar archives", tars),
+    "archives": ("CIFAR and Fashion-MNIST files", archives),
+    "listings": ("kept listings", listings),
+    "labels": ("lists of labels", labels),
+    "checkpoints": ("checkpoints", checkpoints),
+    "foreign": ("peers' checkpoints", foreign),
+    "configs": ("`config.json`", configs),
+    "yaml": ("YAML", yaml),
+    "toml": ("`slurm.toml`", toml),
+    "xml": ("XML", xml),
+    "coco": ("COCO's JSON", coco),
+    "classes": ("ImageNet's and Places205's lists of classes", classes),
+    "kit": ("`.mat` of ImageNet's kit", kit),
+    "mat": ("`.mat` of proposals", mat),
+    "proposals": ("proposals", proposals),
+    "results": ("`results.jsonl`", results),
 }
 
 
@@ -409,29 +689,39 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; or all")
-    parser.add_argument("--count", type=int, default=2000, help="mutations of each kind")
+    parser.add_argument("--count", type=int, default=20_000, help="mutations in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, default=Path("fuzz-findings"))
+    parser.add_argument("--record", type=Path, metavar="FILE", help="of docs/results")
     args = parser.parse_args()
-    num_bad = 0
-    for name in args.kinds or KINDS:
+    names = args.kinds or list(KINDS)
+    count = -(-args.count // len(names))
+    rows: list[dict[str, Any]] = []
+    for name in names:
         with tempfile.TemporaryDirectory() as scratch:
             folder, started = Path(scratch), time.monotonic()
-            kind = KINDS[name](folder)
+            title, make = KINDS[name]
+            kind = make(folder)
             assert all(outcome(kind.read, _put(folder, kind, s)) != "refused" for s in kind.seeds)
-            ends, bad = fuzz(kind, folder, args.count, args.seed)
+            ends, bad = fuzz(kind, folder, count, args.seed)
+            found = {"accepted": ends["accepted"], "refused": ends["refused"], "other": len(bad)}
+            seconds = round(time.monotonic() - started)
+            rows.append({"kind": title, "mutations": count, **found, "seconds": seconds})
             sys.stdout.write(
-                f"{name}: {args.count:,} mutations, {ends['accepted']:,} accepted, "
-                f"{ends['refused']:,} refused, {len(bad)} other ends, "
-                f"{time.monotonic() - started:.0f} s\n"
+                f"{name}: {count:,} mutations, {ends['accepted']:,} accepted, "
+                f"{ends['refused']:,} refused, {len(bad)} other ends, {seconds} s\n"
             )
             for number, end in list(bad.items())[:20]:
                 args.keep.mkdir(exist_ok=True)
                 (args.keep / f"{name}-{number}").write_bytes(file_for(kind, number, args.seed))
                 sys.stdout.write(f"  {number}: {end}\n")
             sys.stdout.flush()
-            num_bad += len(bad)
-    return 1 if num_bad else 0
+    counted = ("mutations", "accepted", "refused", "other", "seconds")
+    rows.append({"kind": "all", **{key: sum(row[key] for row in rows) for key in counted}})
+    sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+    if args.record:
+        record(args.record, "fuzz", rows)
+    return 1 if rows[-1]["other"] else 0
 
 
 def _put(folder: Path, kind: Kind, content: bytes) -> Path:
