@@ -25,7 +25,6 @@ import torch
 from instdisc.features.extract import extract_features
 from instdisc.images.subsets import choose_labeled
 from instdisc.runs.folders import provenance, write_json
-from instdisc.training import dist
 from transfer.probing.linear import LinearProbing
 from transfer.probing.settings import LinearConfig
 from transfer.task import open_task
@@ -51,7 +50,8 @@ class Stopwatch(LinearProbing):
         }
 
 
-def open_probing(args: argparse.Namespace, output: Path, **changes: Any) -> Stopwatch:
+@contextlib.contextmanager
+def open_probing(args: argparse.Namespace, output: Path, **changes: Any) -> Iterator[Stopwatch]:
     """The probes of the command's defaults, on a part of the images."""
     config = LinearConfig(
         weights=args.weights,
@@ -61,36 +61,36 @@ def open_probing(args: argparse.Namespace, output: Path, **changes: Any) -> Stop
         device=args.device,
         **changes,
     )
-    task = open_task("linear", config)
-    spec = dataclasses.replace(task.weights.spec, size=args.size or task.weights.spec.size)
-    weights = dataclasses.replace(task.weights, spec=spec)
-    probing = Stopwatch(dataclasses.replace(task, weights=weights), config)
-    if args.num_images and args.num_images < len(probing.train):
-        fraction = args.num_images / len(probing.train)
-        probing.train = choose_labeled(probing.train, fraction, mode="balanced").images
-        probing.val = choose_labeled(probing.val, fraction, mode="balanced").images
-    return probing
+    with open_task("linear", config) as task:
+        spec = dataclasses.replace(task.weights.spec, size=args.size or task.weights.spec.size)
+        weights = dataclasses.replace(task.weights, spec=spec)
+        probing = Stopwatch(dataclasses.replace(task, weights=weights), config)
+        if args.num_images and args.num_images < len(probing.train):
+            fraction = args.num_images / len(probing.train)
+            probing.train = choose_labeled(probing.train, fraction, mode="balanced").images
+            probing.val = choose_labeled(probing.val, fraction, mode="balanced").images
+        yield probing
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Seconds of every way, and their ratios."""
-    probing = open_probing(args, folder / "stored")
-    started, cpu_started = time.perf_counter(), time.process_time()
-    extract_features(
-        probing.task.weights.backbone,
-        probing.train,
-        probing.task.weights.spec,
-        probing.process,
-        batch_size=probing.config.batch_size,
-        workers=args.workers,
-    )
-    once = {
-        "seconds": time.perf_counter() - started,
-        "cpu_seconds": time.process_time() - cpu_started,
-    }
-    rows = probing.run()
-    streaming = open_probing(args, folder / "streamed", cache="off", epochs=1)
-    streaming.run()
+    with open_probing(args, folder / "stored") as probing:
+        started, cpu_started = time.perf_counter(), time.process_time()
+        extract_features(
+            probing.task.weights.backbone,
+            probing.train,
+            probing.task.weights.spec,
+            probing.process,
+            batch_size=probing.config.batch_size,
+            workers=args.workers,
+        )
+        once = {
+            "seconds": time.perf_counter() - started,
+            "cpu_seconds": time.process_time() - cpu_started,
+        }
+        rows = probing.run()
+    with open_probing(args, folder / "streamed", cache="off", epochs=1) as streaming:
+        streaming.run()
     cost = {"one_pass": once, "stored": probing.cost, "streamed": streaming.cost}
     return {
         "num_images": len(probing.train),
@@ -128,7 +128,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["INSTDISC_RUNS"] = folder
         report = run(args, Path(folder))
-    dist.close()
     write_json(args.output, report)
     print(f"{report['num_images']} images of {report['size']} pixels, {report['weights']}")
     print(f"{'':<10}{'seconds':>9}{'ratio':>7}{'processor seconds':>20}{'ratio':>7}")

@@ -46,7 +46,7 @@ class PeersBank(MemoryBank):
     def noise_logits(
         self, features: Tensor, noise: Tensor, temperature: float, *, shared: bool
     ) -> Tensor:
-        """Rows for each image, also where the batch shares the noise: nobody else does."""
+        """Rows for each image, also where the batch shares the noise, as peers do it."""
         noise = noise.expand(len(features), -1)
         rows = self.vectors.index_select(0, noise.reshape(-1)).view(*noise.shape, -1)
         return torch.bmm(rows, features[:, :, None]).squeeze(2) / temperature

@@ -154,7 +154,7 @@ def run_rank(job: dict[str, Any]) -> None:
             def step(way: str = way, bank: MemoryBank = bank) -> None:
                 run_objective(way, bank, features, rows, n, job["negatives"])
                 gathered = dist.all_gather_rows(features)
-                bank.update(torch.arange(batch), gathered)
+                bank.update(torch.arange(batch), gathered, torch.ones(batch, dtype=torch.bool))
                 dist.barrier()
 
             found[placement][way] = median_seconds(step, job["rounds"])
