@@ -1,18 +1,24 @@
 """The wheel, the lock files, the Makefile, and what a fresh clone must find in them."""
 
 import ast
+import base64
+import hashlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 REPO = Path(__file__).resolve().parents[1]
@@ -20,6 +26,7 @@ PYPROJECT: dict[str, Any] = tomllib.loads((REPO / "pyproject.toml").read_text("u
 PROJECT = PYPROJECT["project"]
 PACKAGES: list[str] = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
 FOLDERS = sorted({name.split(".")[0] for name in PACKAGES})
+CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
 
@@ -62,9 +69,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / path).parent.mkdir(parents=True, exist_ok=True)
         (source / path).write_bytes((REPO / path).read_bytes())
     target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-    command += ["--no-build-isolation", "--no-index", "--wheel-dir", str(target), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True)
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(target)]  # not by pip: uv's environments have none
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     (result,) = target.iterdir()
     return result
@@ -96,9 +103,82 @@ def test_wheel_holds_all_packages_and_nothing_else(wheel: Path) -> None:
         path
         for path in files()
         if path.split("/")[0] in FOLDERS
-        and path.endswith((".py", ".yaml", "py.typed", ".html.j2", ".css"))
+        and path.endswith((".py", ".yaml", "py.typed", ".html.j2", ".css", ".js", ".csv"))
     }
     assert names == wanted
+
+
+@pytest.fixture(scope="module")
+def empty(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts of an environment that has the wheel and nothing else."""
+    pytest.importorskip("ensurepip", reason="this Python makes environments without pip")
+    folder = tmp_path_factory.mktemp("empty") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    install = [folder / "bin" / "python", "-m", "pip", "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    return folder / "bin"
+
+
+@pytest.mark.parametrize("command", sorted(PROJECT["scripts"]))
+def test_console_script_runs_in_an_empty_environment(
+    command: str, empty: Path, tmp_path: Path
+) -> None:
+    shown = subprocess.run(
+        [empty / command, "--help"], cwd=tmp_path, capture_output=True, text=True, env=CLEAN
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "usage:" in shown.stdout
+
+
+def test_console_script_says_what_is_missing(empty: Path, tmp_path: Path) -> None:
+    said = subprocess.run(
+        [empty / "instdisc-knn", "--weights", "random:resnet18"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=CLEAN,
+    )
+    assert said.returncode == 2
+    assert re.fullmatch(r".*\binstall.*\n", said.stderr), said.stderr
+
+
+def test_amended_wheel_says_what_was_verified(tmp_path: Path) -> None:
+    info = tmp_path / "sal_detectron2-0.7.2.dist-info"
+    compiled = tmp_path / "detectron2" / "_C.cpython-310-x86_64-linux-gnu.so"
+    code = tmp_path / "detectron2" / "__init__.py"
+    metadata = "Name: sal-detectron2\nVersion: 0.7.2\nRequires-Dist: numpy<2\nRequires-Dist: yacs\n"
+    tags = "Root-Is-Purelib: false\nTag: cp310-cp310-linux_x86_64\n"
+    content = {info / "METADATA": metadata, info / "WHEEL": tags, code: "", compiled: "ELF"}
+    for path, text in content.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    names = [str(path.relative_to(tmp_path)) for path in [*content, info / "RECORD"]]
+    (info / "RECORD").write_text("".join(f"{name},sha256=x,1\n" for name in names))
+    script = runpy.run_path(str(REPO / ".ci" / "amend_detectron2.py"))
+    assert script["amend"](Distribution.at(info))
+    assert "Requires-Dist: numpy<3\nRequires-Dist: yacs\n" in (info / "METADATA").read_text()
+    assert (info / "WHEEL").read_text() == "Root-Is-Purelib: true\nTag: py3-none-any\n"
+    assert not compiled.exists()
+    found = {str(each): each for each in Distribution.at(info).files or []}
+    assert set(found) == {name for name in names if not name.endswith(".so")}
+    for path in (info / "METADATA", info / "WHEEL"):
+        entry = found[str(path.relative_to(tmp_path))]
+        digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        assert entry.size == path.stat().st_size
+        assert entry.hash is not None
+        assert entry.hash.value == digest.rstrip("=")
+    assert not script["amend"](Distribution.at(info)), "a second call changed something"
+
+
+def test_ci_runs_every_python_that_is_declared() -> None:
+    versions = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if ":: 3." in each]
+    ranges = SpecifierSet(PROJECT["requires-python"])
+    assert [v for v in (f"3.{minor}" for minor in range(30)) if f"{v}.0" in ranges] == versions
+    workflow = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text("utf-8"))
+    job = workflow["jobs"]["test"]
+    assert job["strategy"]["matrix"]["python"] == versions
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[:2] == ["make setup PYTHON=python", "make test"]
 
 
 def test_version_has_one_place(wheel: Path) -> None:
@@ -160,7 +240,7 @@ def test_detectron2_is_one_wheel_with_one_hash() -> None:
 
 def test_makefile_is_short_and_has_the_commands() -> None:
     text = (REPO / "Makefile").read_text("utf-8")
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) < 70
     assert {"demo", "test", "check", "bench", "setup"} <= set(re.findall(r"^(\w+):", text, re.M))
 
 
@@ -168,11 +248,10 @@ def test_makefile_is_short_and_has_the_commands() -> None:
 def test_script_runs_from_another_folder(script: str, tmp_path: Path) -> None:
     if not (REPO / script).is_file():
         pytest.skip(f"{script} is not written yet")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     shown = subprocess.run(
         [sys.executable, str(REPO / script), "--help"],
         cwd=tmp_path,
-        env=environment,
+        env=CLEAN,
         capture_output=True,
         text=True,
     )

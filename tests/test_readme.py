@@ -10,19 +10,22 @@ import pretrain.export
 import pretrain.import_weights
 import pretrain.run
 import transfer.detect
+import transfer.embed
+import transfer.fewshot
 import transfer.knn
 import transfer.linear
 import transfer.report
 import transfer.retrieve
 import transfer.semisup
 import transfer.suite
+import transfer.voc_svm
 from instdisc.cli import build_parser
 from pretrain.config import PretrainConfig
 
 REPO = Path(__file__).resolve().parents[1]
 TRANSFER = [
-    *(transfer.detect, transfer.knn, transfer.linear, transfer.report, transfer.retrieve),
-    *(transfer.semisup, transfer.suite),
+    *(transfer.detect, transfer.embed, transfer.fewshot, transfer.knn, transfer.linear),
+    *(transfer.report, transfer.retrieve, transfer.semisup, transfer.suite, transfer.voc_svm),
 ]
 DOCUMENTS = [
     path.relative_to(REPO).as_posix()
@@ -35,7 +38,9 @@ COMMANDS = [pretrain.run, pretrain.export, pretrain.import_weights, *TRANSFER]
 def commands(text: str, script: str) -> list[list[str]]:
     """Arguments of every `... script ...` line in the code blocks of a document."""
     found = []
-    for block in re.findall(r"^```\n(.*?)^```", text, flags=re.M | re.S):
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
+        if language:
+            continue
         for line in block.replace("\\\n", " ").splitlines():
             if script in line:
                 words = shlex.split(line, comments=True)

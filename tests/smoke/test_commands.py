@@ -44,7 +44,8 @@ def test_the_first_command_verbatim_then_export(home: Path, repo: Path) -> None:
     for name in WRITTEN:
         assert (folder / name).stat().st_size > 0, name
     assert json.loads((folder / "config.json").read_text())["data"] == "demo"
-    assert re.search(r"recomputed \d+\.\d+% \(untrained \d+\.\d+\)", said)
+    trained, untrained = re.findall(r"recomputed (\d+\.\d+)% \(untrained (\d+\.\d+)\)", said)[-1]
+    assert float(trained) > float(untrained), "what a newcomer sees first has learnt nothing"
     again = run(home, repo, "python pretrain/run.py --arch resnet50")
     assert "nothing to do" in again
     said = run(home, repo, "python pretrain/export.py")
