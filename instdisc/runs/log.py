@@ -21,8 +21,9 @@ class _AboveProgressBar(logging.StreamHandler):
     """Writes log lines so that they do not tear a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line above the bar."""
+        """Writes one line above the bar, at once: tqdm leaves it in the buffer of a log file."""
         tqdm.write(self.format(record), file=sys.stdout)
+        sys.stdout.flush()
 
 
 class _LogFile(logging.FileHandler):
