@@ -37,7 +37,7 @@ from instdisc.networks.backbones import Embedding, build_backbone
 from instdisc.runs.folders import provenance, write_json
 from instdisc.training import dist
 from instdisc.training.amp import autocast
-from instdisc.training.cpu import keep_memory
+from instdisc.training.cpu import build_sgd, keep_memory
 from instdisc.training.loop import prepare_device
 from pretrain.config import PretrainConfig
 from pretrain.session import Session
@@ -72,8 +72,11 @@ def network_step(arch: str, way: str, amp: str) -> Step:
         images = images.to(memory_format=torch.channels_last)
         prepare_device(model, CPU)
         keep_memory(CPU)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4, fused=ours
+    settings = {"lr": 0.03, "momentum": 0.9, "weight_decay": 5e-4}
+    optimizer = (
+        build_sgd(model.parameters(), CPU, **settings)
+        if ours
+        else torch.optim.SGD(model.parameters(), **settings)  # type: ignore[arg-type]
     )
 
     def step() -> None:

@@ -6,9 +6,12 @@ process that trains. It is called when its loader processes have been started; t
 started later undo it, since images of all sizes would make them keep the largest ever seen.
 
 **Small maps.** Networks for 224 pixels that see 32 end in maps of 2x2 and 1x1. oneDNN's weight
-gradient of a 3x3 convolution falls to a tenth of its usual rate there (AVX2), and takes half of a
-training step. As one matrix product over all patches it does not: ResNet-18 trains 1.8 times as
-fast at 32 pixels, ResNet-50 1.5 times.
+gradient of a 3x3 convolution falls to a tenth of its usual rate there (float32 on AVX2, bfloat16 on
+AVX-512 too), and takes up to half of a training step. As one matrix product over all patches it
+does not.
+
+**SGD.** torch's fused step copies every weight that is not contiguous, and channels-last weights
+are not: `ChannelsLastSGD` hands them over in the order of their memory.
 """
 
 import ctypes
@@ -19,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.sgd import sgd
 
 MAX_AREA = 4  # output pixels up to which the product is the faster way
+SGD_SETTINGS = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
 
 # mallopt's options by their numbers in malloc.h.
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, MMAP_MAX = -1, -2, -3, -4
@@ -113,9 +118,13 @@ class SmallMapConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """The convolution; its values are those of nn.Conv2d."""
         area = (input.shape[2] // self.stride[0]) * (input.shape[3] // self.stride[1])
-        if area > MAX_AREA or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if area > MAX_AREA or not torch.is_grad_enabled():
             return super().forward(input)
-        return _Convolution.apply(input, self.weight, self)
+        weight = self.weight
+        if torch.is_autocast_enabled("cpu"):  # which does not reach into a Function
+            dtype = torch.get_autocast_dtype("cpu")
+            input, weight = input.to(dtype), weight.to(dtype)
+        return _Convolution.apply(input, weight, self)
 
 
 def use_small_map_gradients(model: nn.Module) -> None:
@@ -136,3 +145,38 @@ def use_small_map_gradients(model: nn.Module) -> None:
             and module.padding_mode == "zeros"
         ):
             module.__class__ = SmallMapConv2d
+
+
+class ChannelsLastSGD(torch.optim.SGD):
+    """torch's fused SGD, to the bit, without copies of channels-last weights on a CPU."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step; the first, which makes the momentum buffers, is torch's own."""
+        used = [[w for w in group["params"] if w.grad is not None] for group in self.param_groups]
+        known = all("momentum_buffer" in self.state[w] for weights in used for w in weights)
+        if closure is not None or not known:
+            return super().step(closure)
+        for group, weights in zip(self.param_groups, used, strict=True):
+            sgd(
+                [_as_stored(weight, weight) for weight in weights],
+                [_as_stored(weight.grad, weight) for weight in weights],
+                [_as_stored(self.state[weight]["momentum_buffer"], weight) for weight in weights],
+                fused=True,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                **{name: group[name] for name in SGD_SETTINGS},
+            )
+        return None
+
+
+def _as_stored(tensor: Tensor, weight: Tensor) -> Tensor:
+    """A view whose dimensions have the order that those of the weight have in memory."""
+    last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    return tensor.permute(0, 2, 3, 1) if last else tensor
+
+
+def build_sgd(parameters: Any, device: torch.device, **settings: Any) -> torch.optim.SGD:
+    """SGD in one pass over the weights: a fifth of a step of VGG16 on a CPU."""
+    kind = ChannelsLastSGD if device.type == "cpu" else torch.optim.SGD
+    return kind(parameters, fused=True, **settings)

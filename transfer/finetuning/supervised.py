@@ -24,7 +24,7 @@ from instdisc.runs.log import LOGGER, MetricsLog, StepBar
 from instdisc.runs.signals import StopSignal
 from instdisc.training import dist
 from instdisc.training.amp import autocast, build_scaler
-from instdisc.training.cpu import keep_memory
+from instdisc.training.cpu import build_sgd, keep_memory
 from instdisc.training.dist import Process
 from instdisc.training.loop import LossMeter, SaveOrStop, share_buffers, wrap_parallel
 from instdisc.training.schedules import step_decay
@@ -119,12 +119,12 @@ class SupervisedTrainer:
             )
         self.labels = problem.labels.to(process.device)
         self.model = problem.model.to(process.device).to(memory_format=torch.channels_last)
-        self.optimizer = torch.optim.SGD(
+        self.optimizer = build_sgd(
             problem.groups,
+            process.device,
             lr=settings.lr,
             momentum=settings.momentum,
             nesterov=settings.nesterov,
-            fused=True,  # one pass over the weights
         )
         self.scaler = build_scaler(process.device, settings.amp)
         self.parallel_model = wrap_parallel(self.model, process, compiled=settings.compile)

@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from instdisc.networks.backbones import build_backbone
-from instdisc.training.cpu import SmallMapConv2d, use_small_map_gradients
+from instdisc.training.cpu import (
+    ChannelsLastSGD,
+    SmallMapConv2d,
+    build_sgd,
+    use_small_map_gradients,
+)
 
 LAYOUTS = {"channels last": torch.channels_last, "contiguous": torch.contiguous_format}
 
@@ -42,6 +47,24 @@ def test_values_and_gradients_are_the_usual_ones(
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 2)])
+def test_under_autocast_gradients_are_right_to_the_rounding_of_bfloat16(
+    size: int, kernel: int, stride: int
+) -> None:
+    torch.manual_seed(0)
+    ours = nn.Conv2d(32, 48, kernel, stride, kernel // 2, bias=False)
+    exact = copy.deepcopy(ours).double()
+    use_small_map_gradients(ours)
+    inputs = torch.randn(16, 32, size, size).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(ours, inputs)
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32]
+    for one, two in zip(gradients(exact, inputs.double()), found, strict=True):
+        # Inputs, weights and what is summed up are rounded to 8 bits.
+        assert (one - two).norm() < 0.01 * one.norm()
+
+
 def test_a_network_keeps_its_names_weights_and_outputs() -> None:
     torch.manual_seed(0)
     usual = build_backbone("resnet50").eval()
@@ -51,6 +74,36 @@ def test_a_network_keeps_its_names_weights_and_outputs() -> None:
     assert usual.state_dict().keys() == ours.state_dict().keys()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(usual(images), ours(images))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_sgd_is_torchs_to_the_bit(layout: torch.memory_format, nesterov: bool) -> None:
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 1))
+    networks = [copy.deepcopy(network).to(memory_format=layout) for _ in range(2)]
+    cpu = torch.device("cpu")
+    ours = build_sgd(networks[0].parameters(), cpu, **settings)
+    usual = torch.optim.SGD(networks[1].parameters(), fused=True, **settings)  # type: ignore[arg-type]
+    assert isinstance(ours, ChannelsLastSGD)
+    for step in range(4):
+        if step == 2:  # as when a run goes on
+            state = copy.deepcopy(ours.state_dict())
+            ours = build_sgd(networks[0].parameters(), cpu, **settings)
+            ours.load_state_dict(state)
+        images = torch.randn(4, 3, 6, 6)
+        for each, optimizer in zip(networks, (ours, usual), strict=True):
+            optimizer.zero_grad()
+            each(images).square().mean().backward()
+            each[2].bias.grad = None if step == 3 else each[2].bias.grad
+            optimizer.step()
+        for one, two in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
+            assert torch.equal(one, two)
+            assert one.stride() == two.stride()
+    one, two = (optimizer.state_dict()["state"] for optimizer in (ours, usual))
+    for key, state in two.items():
+        assert torch.equal(one[key]["momentum_buffer"], state["momentum_buffer"])
 
 
 @pytest.mark.parametrize(
