@@ -4,7 +4,8 @@
 
 Each pretraining `RUNS/studies/seedN/NAME` becomes an entry of `runs`: its command, versions and
 machine, loss, kNN and RankMe by epoch, and the rows of `RUNS/results.jsonl` measured of it. Entries
-whose folders are not here stay, so that a study may be run in parts and on several machines. An
+whose folders are not here stay, so that a study may be run in parts and on several machines; a
+finished one is replaced by a finished one only. An
 object of the list `rows` gets the values of the finished runs of its `name` as lists, in order of
 seeds, which docs/tables.py shows by mean and deviation; `untrained` gets those of the networks that
 runs began with. An object of the list `pairs` gets by how much its row `upper` is above `lower`,
@@ -147,7 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     stored = json.loads(args.file.read_text("utf-8")) if args.file.exists() else {"tables": {}}
     entries = {(run["name"], run["seed"]): run for run in stored.get("runs", [])}
     found = [run for run in read_runs(args.runs) if run["name"].startswith(args.match)]
-    entries |= {(run["name"], run["seed"]): run for run in found}
+    for run in found:
+        known = entries.get((run["name"], run["seed"]))
+        if run["finished"] or known is None or not known["finished"]:
+            entries[run["name"], run["seed"]] = run
     stored["runs"] = [entries[key] for key in sorted(entries)]
     fill_rows(stored.get("rows", []), stored["runs"])
     fill_pairs(stored.get("pairs", []), stored.get("rows", []))

@@ -172,6 +172,8 @@ def test_a_study_in_parts_is_collected(tmp_path: Path) -> None:
     assert collect.main([str(first), str(file), "--match", "nce"]) == 0
     write_run(second, "nce-1", 1, epochs_done=2, knn=42.0)  # another machine
     assert collect.main([str(second), str(file)]) == 0
+    write_run(tmp_path / "third", "nce-1", 1, epochs_done=1, knn=9.0)  # begun again, not finished
+    assert collect.main([str(tmp_path / "third"), str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["what"] == "kept"
     assert [(run["name"], run["seed"], run["finished"]) for run in found["runs"]] == [

@@ -1,6 +1,9 @@
-"""metrics.jsonl survives a resume without repeated or lost rows."""
+"""metrics.jsonl survives a resume without repeated or lost rows; lines and bars of a run."""
 
 import io
+import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,3 +86,24 @@ def test_hours_of_work_leave_lines_where_there_is_no_terminal(
         *(f"selective search: {number}/10" for number in (8, 9, 10)),
     ]
     assert said[-1].endswith("00:00 left")
+
+
+def test_a_line_reaches_a_pipe_at_once() -> None:
+    program = (
+        "import sys\n"
+        "from instdisc.runs.log import LOGGER, setup_logging\n"
+        "setup_logging(None)\n"
+        "LOGGER.info('begun')\n"
+        "sys.stdin.read()\n"  # at work until it is told to end
+    )
+    environ = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    argv = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        ready, _, _ = select.select([child.stdout], [], [], 60)
+        assert ready, "the line stays in the buffer"
+        assert child.stdout.readline() == "begun\n"
+        child.stdin.close()
