@@ -9,7 +9,9 @@ finished one is replaced by a finished one only. An
 object of the list `rows` gets the values of the finished runs of its `name` as lists, in order of
 seeds, which docs/tables.py shows by mean and deviation; `untrained` gets those of the networks that
 runs began with. An object of the list `pairs` gets by how much its row `upper` is above `lower`,
-and whether two seeds of one row differ by as much; `level` says that they should not differ.
+and whether two seeds of one row differ by as much; `level` says that they should not differ. An
+object of the list `measured` names a `task`, a `metric` and words of the `protocol`: it gets what
+was measured so of each network, by the network's name (`photographs`, `untrained`, `scratch`).
 """
 
 import argparse
@@ -89,10 +91,15 @@ def read_run(folder: Path, results: Sequence[dict[str, Any]], machine: str) -> d
     }
 
 
+def read_results(runs: Path) -> list[dict[str, Any]]:
+    """All rows below a runs folder."""
+    path = runs / "results.jsonl"
+    return read_jsonl(path) if path.exists() else []
+
+
 def read_runs(runs: Path) -> list[dict[str, Any]]:
     """All pretrainings of the studies below a runs folder."""
-    path = runs / "results.jsonl"
-    rows = read_jsonl(path) if path.exists() else []
+    rows = read_results(runs)
     machine = describe_machine()
     entries = []
     for config in sorted(runs.glob("studies/seed*/*/metrics.jsonl")):
@@ -138,6 +145,20 @@ def fill_pairs(pairs: list[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> N
                 pair["verdict"] = "not level"
 
 
+def fill_measured(measured: list[dict[str, Any]], results: Sequence[dict[str, Any]]) -> None:
+    """Puts the values of each network, in order of seeds, into the objects that ask for them."""
+    for entry in measured:
+        words = set(entry.get("protocol", "").split())
+        found: dict[str, dict[int, float]] = {}
+        for row in results:
+            fits = all(row[field] == entry[field] for field in ("task", "metric"))
+            if fits and words <= set(row["protocol"].split()):
+                network = row["weights"].partition(":")[0]
+                found.setdefault(network, {})[row["seed"]] = round(row["value"], 4)
+        for network, by_seed in found.items():
+            entry[network] = [by_seed[seed] for seed in sorted(by_seed)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Brings the file up to date; returns the exit code."""
     parser = argparse.ArgumentParser(prog="docs/collect.py", description="Results of a study.")
@@ -155,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stored["runs"] = [entries[key] for key in sorted(entries)]
     fill_rows(stored.get("rows", []), stored["runs"])
     fill_pairs(stored.get("pairs", []), stored.get("rows", []))
+    fill_measured(stored.get("measured", []), read_results(args.runs))
     write_json(args.file, stored)
     finished = sum(run["finished"] for run in found)
     print(f"{args.file}: {len(found)} runs found, {finished} of them finished")

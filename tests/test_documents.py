@@ -196,6 +196,33 @@ def test_a_study_in_parts_is_collected(tmp_path: Path) -> None:
     assert run["versions"] == {"python": "3.13.0", "torch": "2.14.1"}
 
 
+def test_what_was_measured_of_each_network_is_collected(tmp_path: Path) -> None:
+    rows = [
+        ("semisup", "top1", "labeled=0.1 recipe=paper", "photographs", 1, 61.0),
+        ("semisup", "top1", "labeled=0.1 recipe=paper", "photographs", 0, 60.0),
+        ("semisup", "top1", "labeled=0.1 recipe=paper", "scratch", 0, 40.0),
+        ("semisup", "top1", "labeled=0.01 recipe=paper", "photographs", 0, 20.0),
+        ("semisup", "top5", "labeled=0.1 recipe=paper", "photographs", 0, 90.0),
+        ("knn", "top1", "k=200", "untrained:photographs", 0, 25.0),
+    ]
+    names = ("task", "metric", "protocol", "weights", "seed", "value")
+    lines = [json.dumps({**dict(zip(names, row, strict=True)), "details": {}}) for row in rows]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    asked = [
+        {"task": "semisup", "metric": "top1", "protocol": "labeled=0.1"},
+        {"task": "knn", "metric": "top1"},
+        {"task": "detect", "metric": "ap50"},
+    ]
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"measured": asked}))
+    assert load_script("collect").main([str(tmp_path), str(file)]) == 0
+    assert json.loads(file.read_text())["measured"] == [
+        {**asked[0], "photographs": [60.0, 61.0], "scratch": [40.0]},
+        {**asked[1], "untrained": [25.0]},
+        asked[2],
+    ]
+
+
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """(script, arguments) of every line in the code blocks of a document that runs one."""
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.M | re.S):
